@@ -28,6 +28,11 @@ def weight_only_cases() -> Iterator[Case]:
         ("tiles int4", 64, 4096, "int4", 128, BF16, BF16, True),
         ("tiles odd", 64, 4104, "int4", 128, BF16, BF16, False),
         ("tiles large", 2048, 4096, "int4", 128, BF16, BF16, False),
+        # Of 192 rows, shared and whole.
+        ("tiles split int4", 192, 4096, "int4", 128, BF16, BF16, False),
+        ("tiles split int4 channel", 384, 4096, "int4", 4096, BF16, HALF, False),
+        ("tiles split int8", 192, 4096, "int8", 4096, BF16, BF16, False),
+        ("tiles split int8 whole", 700, 4096, "int8", 128, BF16, BF16, False),
         ("tiles mxfp4", 64, 4096, "fp4", 32, torch.uint8, BF16, False),
         ("tiles nvfp4", 128, 4096, "fp4", 16, torch.float8_e4m3fn, BF16, False),
         ("tiles int4 groups of 32", 256, 4096, "int4", 32, BF16, BF16, True),

@@ -15,13 +15,13 @@ from qgemm.kernels.weight_only.config import (
     select_ring,
     select_tiles,
 )
-from qgemm.numerics.integers import cdiv
+from qgemm.numerics.integers import cdiv, next_power_of_2
 from tests.kernels.devices import H200
 
 INT4, INT8 = Stored("int4", 4, 128), Stored("int8", 8, 0)
 FORMS = pytest.mark.parametrize("form", [INT4, INT8], ids=["int4", "int8"])
 # M, N and K where programs share K of the last tiles only, on 132 multiprocessors.
-WHOLE_AND_SHARED = [(33, 17032, 1040), (578, 4096, 14336), (512, 28672, 4096)]
+WHOLE_AND_SHARED = [(33, 17032, 1040), (192, 17032, 1040), (578, 4096, 14336), (512, 28672, 4096)]
 # Where they do in a ring: of all tiles, and of those of a second round.
 SHARED_IN_A_RING = [(16, 10240, 8192), (32, 4096, 14336), (8, 10240, 8192)]
 SIZES = [(1, 256), (520, 300), (4096, 4096), (6144, 4096), (57344, 8192)]
@@ -140,9 +140,24 @@ def test_slots_fit_into_shared_memory() -> None:
         assert tile.x_depth * tile.panels > (2 if tile.in_turn else 4)
 
 
+@FORMS
+def test_a_tile_of_192_rows_is_filled_by_as_many(form: Stored) -> None:
+    for M in (129, 192, 384):
+        assert select_tiles(M, 28672, 8192, form, H200).columns == 192
+    for M in (128, 256):
+        assert select_tiles(M, 28672, 8192, form, H200).columns == M
+
+
+def test_accumulators_have_sizes_of_powers_of_2() -> None:
+    for tile in (*TILES[4], *TILES[8]):
+        assert sum(tile.widths) == tile.columns
+        assert all(width == next_power_of_2(width) for width in tile.widths)
+    assert {tile.widths for tile in TILES[4]} == {(32,), (64,), (128,), (128, 64), (256,)}
+
+
 @pytest.mark.parametrize("form", [Stored("int4", 4, 128, has_zeros=True), Stored("fp4", 4, 32)])
 def test_zero_points_and_small_groups_have_narrower_tiles(form: Stored) -> None:
-    assert {select_tiles(M, 8192, 8192, form, H200).columns for M in (20, 64, 512, 4096)} <= {32, 64, 128}
+    assert {select_tiles(M, 8192, 8192, form, H200).columns for M in (20, 64, 192, 512, 4096)} <= {32, 64, 128}
     assert select_tiles(4096, 8192, 8192, INT4, H200).columns == 256
     assert select_tiles(4096, 8192, 8192, INT4, H200, exact=False).columns == 128
 

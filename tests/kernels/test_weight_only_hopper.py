@@ -9,9 +9,10 @@ from numerics.test_groups import stored
 from kernels.test_weight_only import before_garbage
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import device_limits
+from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only import float_launcher
-from qgemm.kernels.weight_only.config import FewRowsRing, Stored, Tiles
+from qgemm.kernels.weight_only.config import TILES, FewRowsRing, Stored, Tiles
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
@@ -27,6 +28,8 @@ KINDS = {
     "int4 groups of 32": ("int4", 32, "bfloat16"),
     "int4 groups of 48": ("int4", 48, "float32"),
     "int4 groups of 384": ("int4", 384, "float32"),
+    "int4 float16": ("int4", 128, "float16"),
+    "int4 channel": ("int4", K, "bfloat16"),
     "int4 channel zero points": ("int4", K, "bfloat16"),
     "int8 channel": ("int8", K, "float32"),
     "int8 zero points": ("int8", 128, "bfloat16"),
@@ -83,6 +86,33 @@ def test_nan_stays_in_its_row(M: int, kind: str, device: torch.device) -> None:
 def test_whole_and_shared_tiles_in_a_call(M: int, N: int, K: int, kind: str, device: torch.device) -> None:
     skip_elsewhere(device)
     check(torch.bfloat16, M, K, kind, device, N=N)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("int4", torch.bfloat16),
+        ("int4 float16", torch.float16),
+        ("int4 channel", torch.bfloat16),
+        ("int4 channel", torch.float16),
+        ("int8 channel", torch.bfloat16),
+        ("int8 channel", torch.float16),
+        ("fp8", torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("M", [129, 150, 192, 193, 300, 384])
+@pytest.mark.parametrize("sharers", [0, 7, 12])
+def test_tiles_of_192_rows(
+    sharers: int, M: int, kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two accumulators each; four or five tiles, that are whole or that all programs share."""
+    skip_elsewhere(device)
+    N = 520 if M <= 192 else 200
+    whole = next(one for one in TILES[FORMATS[KINDS[kind][0]].bits] if one.columns == 192)
+    tile = replace(whole, shared=whole.tiles(M, N) if sharers else 0, sharers=sharers)
+    monkeypatch.setattr(float_launcher, "select_tiles", lambda *_: tile)
+    monkeypatch.setattr(float_launcher, "plans", PlanCache())
+    check(dtype, M, K, kind, device, N=N)
 
 
 def check(
@@ -208,14 +238,14 @@ def test_counts_are_zeros_again(M: int, N: int, K: int, device: torch.device) ->
     assert not counts[: memory.COUNTS_BYTES].any()
 
 
-@pytest.mark.parametrize("M", [8, 16, 33, 578])
-def test_slots_are_written_again_only_when_they_were_read(M: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("M", "has_zeros"), [(8, True), (16, True), (33, True), (192, False), (578, True)])
+def test_slots_are_written_again_only_when_they_were_read(M: int, has_zeros: bool, device: torch.device) -> None:
     """Long sums of a weight that was written just before, and comes from the cache: TMA fills a slot at once."""
     skip_elsewhere(device)
     N, K = 8192, 14336
     values, scale, zero_point = stored(N, K, 128, device, FORMATS["int8"])[1:]
     x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
-    scale, zero_point = scale.bfloat16(), zero_point.to(torch.int8)
+    scale, zero_point = scale.bfloat16(), zero_point.to(torch.int8) if has_zeros else None
     first, wrong = None, torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(300):
         copy = torch.empty_like(values).copy_(values)

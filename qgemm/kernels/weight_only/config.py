@@ -23,7 +23,10 @@ COUNTS_IN_A_WORD = 32 // COUNT_BITS
 MAX_PARTS = 2**COUNT_BITS - 1
 MAX_COUNTS = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD
 # In microseconds, as they choose best of what was timed on an H100.
-BLOCK_TIMES = {4: {32: 1.1, 64: 1.12, 128: 1.6, 256: 2.87}, 8: {32: 1.1, 64: 1.23, 128: 1.73, 256: 3.09}}
+BLOCK_TIMES = {
+    4: {32: 1.1, 64: 1.12, 128: 1.6, 192: 2.25, 256: 2.87},
+    8: {32: 1.1, 64: 1.23, 128: 1.73, 192: 2.4, 256: 3.09},
+}
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
 HANDOVER = 1.1
 PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
@@ -226,6 +229,11 @@ class Tiles(Shareable):
         """One for each group of warps."""
         return 2
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The columns of each accumulator: powers of 2, so 192 are split."""
+        return (128, 64) if self.columns == 192 else (self.columns,)
+
     def tiles(self, M: int, N: int) -> int:
         """How many an output of ``[M, N]`` has."""
         return cdiv(M, self.columns) * cdiv(N, TILE_ROWS)
@@ -237,6 +245,7 @@ TILES = {
         Tiles(64, 7, 5, sums=True),
         Tiles(128, 5, 3),
         Tiles(128, 4, 3, staging=2),
+        Tiles(192, 6, 4, in_turn=2, panels=1),
         Tiles(256, 5, 3, in_turn=2, panels=1),
     ),
     8: (
@@ -244,11 +253,12 @@ TILES = {
         Tiles(64, 7, 5, sums=True, in_turn=1),
         Tiles(128, 5, 3, in_turn=1),
         Tiles(128, 4, 3, staging=2, in_turn=1),
+        Tiles(192, 6, 4, in_turn=1, panels=1),
         Tiles(256, 5, 3, in_turn=1, panels=1),
     ),
 }
 """By the weight's bits. Slots fill shared memory. With 128 rows of x and more registers hold no sums of groups besides,
-and with 256 no unpacked block. In a single row of tiles of 128 a second slot for what is stored is faster, in several
+and with more no unpacked block. In a single row of tiles of 128 a second slot for what is stored is faster, in several
 rows one more for x."""
 
 

@@ -127,7 +127,9 @@ def _consume(
         finishes = turn >= 0
         if items.shares:
             if index >= items.alone:
-                sums, finishes = add_parts(sums, _places(sums), partial, counts, items, index - items.alone, 0, 1)
+                at = (_places(sums),)
+                added, finishes = add_parts((sums,), at, partial, counts, items, index - items.alone, 0, 1)
+                sums = added[0]
         if finishes:
             products.store(sums, index * TILE.rows, epilogue, out, stride_out)
 

@@ -365,9 +365,9 @@ def tiles_plan(
 
     stride_xm, stride_wn = strides[:2]
     width = cdiv(K, form.block) * BLOCK_BYTES // 2 if form.bits == 4 else K // 2
-    stored = min(tile.columns, PANEL)
+    x_rows, stored = tile.widths[-1], min(tile.columns, PANEL)
     maps = {
-        0: TensorMap((M, K), (stride_xm, 1), (tile.columns, PANEL), block_layout((tile.columns, PANEL), dtype)),
+        0: TensorMap((M, K), (stride_xm, 1), (x_rows, PANEL), block_layout((x_rows, PANEL), dtype)),
         1: TensorMap(
             (N, width), (stride_wn // 2, 1), (64, BLOCK_BYTES // 2), block_layout((64, BLOCK_BYTES // 2), torch.uint16)
         ),

@@ -157,9 +157,10 @@ def _consume_many(
                 if items.shares:
                     if shared >= 0:
                         who: gl.constexpr = OWNER * PIECES + i
-                        own, finishes = add_parts(
-                            own, in_blocks(own), partial, counts, items, shared, who, OWNERS * PIECES
+                        added, finishes = add_parts(
+                            (own,), (in_blocks(own),), partial, counts, items, shared, who, OWNERS * PIECES
                         )
+                        own = added[0]
                 if finishes:
                     _store_sums(C, staging.index(OWNER), own, weights, of_rows, x_scale, m + i * PIECE, first, M)
         if SPLITS > 1 and STORES:

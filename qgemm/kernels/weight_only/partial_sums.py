@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
 
 from qgemm.kernels.stages.ring import load_acquire, thread_barrier
 from qgemm.kernels.weight_only import config
@@ -14,11 +15,12 @@ COUNTS_IN_A_WORD = gl.constexpr(config.COUNTS_IN_A_WORD)
 def add_parts(sums, at, partial, counts, items, shared, WHO: gl.constexpr, GROUPS: gl.constexpr):
     """Leaves sums of a part of a shared tile to the last of its sharers; or gets those of all parts, if this is it.
 
-    ``(sums, finishes)``. Parts are added in their order, from the last one's on: the same bits every time. Sharers
-    before the last have started before it, and wait for nobody. ``at``: where each of the sums is in memory, among
-    those of a part. ``WHO``: which of ``GROUPS`` groups of warps this is, each of which has sums of its own.
+    ``(sums, finishes)``, sums of one accumulator or several. Parts are added in their order, from the last one's on:
+    the same bits every time. Sharers before the last have started before it, and wait for nobody. ``at``: where each
+    of the sums is in memory, among those of a part. ``WHO``: which of ``GROUPS`` groups of warps this is, each of which
+    has sums of its own.
     """
-    SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
+    SIZE: gl.constexpr = _size(sums)
     first, last = items.sharers_of(shared)
     count = shared * GROUPS + WHO
     word = counts + count // COUNTS_IN_A_WORD
@@ -33,13 +35,24 @@ def add_parts(sums, at, partial, counts, items, shared, WHO: gl.constexpr, GROUP
         gl.atomic_add(word, -(others << shift), sem="relaxed", scope="gpu")
         for program in range(first, last):
             part = (program + shared) * GROUPS + WHO
-            sums += gl.load(partial + part.to(gl.int64) * SIZE + at, cache_modifier=".cg")
+            added = ()
+            for i in gl.static_range(len(sums)):
+                own = gl.load(partial + part.to(gl.int64) * SIZE + at[i], cache_modifier=".cg")
+                added = added + (sums[i] + own,)
+            sums = added
     else:
         own = (gl.program_id(0) + shared) * GROUPS + WHO
-        gl.store(partial + own.to(gl.int64) * SIZE + at, sums)
+        for i in gl.static_range(len(sums)):
+            gl.store(partial + own.to(gl.int64) * SIZE + at[i], sums[i])
         thread_barrier()
         gl.atomic_add(word, 1 << shift, sem="release", scope="gpu")
     return sums, finishes
+
+
+@constexpr_function
+def _size(sums):
+    """How many sums several tensors are."""
+    return sum(each.numel for each in sums)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages import GemmContext, ScheduleContext
-from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, load_block, store_block
+from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, store_block
 from qgemm.kernels.weight_only import config
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.items import Items
@@ -20,6 +20,7 @@ from qgemm.kernels.weight_only.partial_sums import add_parts, in_blocks
 from qgemm.kernels.weight_only.tiles_hopper_products import (
     PANEL,
     Rings,
+    accumulator_layout,
     how_scaled,
     left_over,
     multiply,
@@ -27,7 +28,8 @@ from qgemm.kernels.weight_only.tiles_hopper_products import (
 )
 
 ROWS = gl.constexpr(config.TILE_ROWS)
-# Of a thread that multiplies, and with 256 rows of x, whose sums alone are 128; then fewer are left to one that loads.
+# Of a thread that multiplies, and with more than 128 rows of x, whose sums alone are 96 or 128; then fewer are left to
+# one that loads.
 MULTIPLYING_REGISTERS, MORE_REGISTERS = gl.constexpr(232), gl.constexpr(240)
 FEWER_PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -56,10 +58,10 @@ def _produce(X, W, rings, items, FORM: gl.constexpr, TILE: gl.constexpr):
                 slot = x_step % TILE.x_depth
                 full = rings.x_full.index(slot)
                 mbarrier.wait(rings.x_empty.index(slot), (x_step // TILE.x_depth + 1) & 1)
-                mbarrier.expect(full, PANELS * X.block_type.nbytes)
+                mbarrier.expect(full, PANELS * TILE.columns // X.block_shape[0] * X.block_type.nbytes)
                 for panel in gl.static_range(PANELS):
                     k = ((block * SLOTS + i) * PANELS + panel) * PANEL
-                    load_block(X, [row, k], full, rings.x.index(slot * PANELS + panel))
+                    rings.load_x(X, row, k, full, slot * PANELS + panel, TILE)
                 x_step += 1
 
 
@@ -71,8 +73,8 @@ def _consume(
     sched = items.sched
     epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, sched.M, sched.N)
     SCALED: gl.constexpr = how_scaled(FORM, TILE, scale.dtype.element_ty, rings.x.dtype)
-    BLOCK_M: gl.constexpr = sched.ctx.block_m
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    WIDTHS: gl.constexpr = TILE.widths
+    mma: gl.constexpr = accumulator_layout(WIDTHS[0])
     # Zero points are those of values, and so are scales if no sums are scaled.
     zl: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, mma, 2))
     rl: gl.constexpr = gl.SliceLayout(1, mma) if SCALED == "sums" else zl
@@ -88,28 +90,47 @@ def _consume(
         if FORM.has_zeros:
             n = gl.minimum(col + gl.arange(0, 64, zl), sched.N - 1)
             zero_points = zero_point + n.to(gl.int64) * stride_sn
-        acc = gl.zeros([64, BLOCK_M], gl.float32, mma)
+        accs = ()
+        for i in gl.static_range(len(WIDTHS)):
+            accs = accs + (_zeros(TILE, i),)
         if TILE.in_turn > 0 and SCALED != "sums" and not FORM.has_zeros:
-            w_step, x_step, acc = multiply_in_turn(
-                w_step, x_step, acc, scales, rings, first, last, groups, FORM, TILE, WHO
+            w_step, x_step, accs = multiply_in_turn(
+                w_step, x_step, accs, scales, rings, first, last, groups, FORM, TILE, WHO
             )
         else:
-            w_step, x_step, acc = multiply(
-                w_step, x_step, acc, scales, zero_points, rings, first, last, groups, FORM, TILE, WHO
+            w_step, x_step, accs = multiply(
+                w_step, x_step, accs, scales, zero_points, rings, first, last, groups, FORM, TILE, WHO
             )
-        n = col + gl.arange(0, 64, gl.SliceLayout(1, mma))
-        if FORM.group == 0:
-            factor = gl.load(scale + gl.minimum(n, sched.N - 1).to(gl.int64) * stride_sn)
-            acc = acc * scale_value(factor)[:, None]
-        acc = acc * left_over(FORM, SCALED, rings.x.dtype)
-        acc = epilogue.scale(acc)
+        sums, at = (), ()
+        for i in gl.static_range(len(WIDTHS)):
+            acc = accs[i]
+            if FORM.group == 0:
+                n = gl.minimum(_rows(col, acc), sched.N - 1)
+                acc = acc * scale_value(gl.load(scale + n.to(gl.int64) * stride_sn))[:, None]
+            sums = sums + (epilogue.scale(acc * left_over(FORM, SCALED, rings.x.dtype)),)
+            at = at + (in_blocks(acc) + i * WIDTHS[0] * 64,)
         finishes = turn >= 0
         if items.shares:
             if shared >= 0:
-                acc, finishes = add_parts(acc, in_blocks(acc), partial, counts, items, shared, WHO, 2)
+                sums, finishes = add_parts(sums, at, partial, counts, items, shared, WHO, 2)
         if finishes:
-            _store_across(Y, staging, row, col, epilogue.add_bias(acc, n), epilogue, WHO, 0)
+            for i in gl.static_range(len(WIDTHS)):
+                out = epilogue.add_bias(sums[i], _rows(col, sums[i]))
+                _store_across(Y, staging, row + i * WIDTHS[0], col, out, epilogue, WHO, i * WIDTHS[0] // 64)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _zeros(TILE: gl.constexpr, PIECE: gl.constexpr):
+    """The accumulator of a piece of a tile's columns."""
+    COLUMNS: gl.constexpr = TILE.widths[PIECE]
+    return gl.zeros([64, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
+
+
+@gluon.jit
+def _rows(col, sums):
+    """The rows of the weight from ``col`` on, of which these are the sums."""
+    return col + gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
 
 
 @gluon.jit
@@ -120,8 +141,7 @@ def _store_across(Y, staging, row, col, values, epilogue, WHO: gl.constexpr, NUM
     """
     SLOTS: gl.constexpr = staging.shape[0] // 2
     if values.shape[1] == staging.shape[1]:
-        n = col + gl.arange(0, 64, gl.SliceLayout(1, values.type.layout))
-        values = epilogue.add_residual(values, n, row)
+        values = epilogue.add_residual(values, _rows(col, values), row)
         slot = staging.index(WHO * SLOTS + NUMBER % SLOTS)
         tma.store_wait(SLOTS - 1)
         slot.store(values.to(Y.dtype).permute((1, 0)))
@@ -146,12 +166,16 @@ def _tiles_kernel(
     ``alone``, ``sharers``: as in ``Items``. ``partial``: float32 for each part of a shared tile. ``counts``:
     ``COUNTS_BYTES`` of zeros, which they are again in the end.
     """
-    ctx = GemmContext(X.block_shape[0], ROWS, 64, 1, 1, TILE.group_size_m)
+    ctx = GemmContext(TILE.columns, ROWS, 64, 1, 1, TILE.group_size_m)
     sched = ScheduleContext(M, N, K, ctx)
     if SHARES:
         counts = counts.cast(gl.pointer_type(gl.int32), bitcast=True)
     items = Items(sched, alone, gl.cdiv(K, BLOCK * (2 if FORM.bits == 4 else 1)), sharers, SHARES)
-    x_slots = gl.allocate_shared_memory(X.dtype, [TILE.x_depth * TILE.panels, X.block_shape[0], PANEL], X.layout)
+    WIDTHS: gl.constexpr = TILE.widths
+    x_slots = gl.allocate_shared_memory(X.dtype, [TILE.x_depth * TILE.panels, WIDTHS[0], PANEL], X.layout)
+    x_rest = x_slots
+    if len(WIDTHS) > 1:
+        x_rest = gl.allocate_shared_memory(X.dtype, [TILE.x_depth * TILE.panels, WIDTHS[1], PANEL], X.layout)
     w_slots = gl.allocate_shared_memory(W.dtype, [TILE.w_depth * 2, 64, BLOCK // 2], W.layout)
     x_full, x_empty = barriers(TILE.x_depth), barriers(TILE.x_depth)
     w_full, w_empty = barriers(TILE.w_depth), barriers(TILE.w_depth)
@@ -159,10 +183,10 @@ def _tiles_kernel(
     initialize(w_full, TILE.w_depth)
     initialize(x_empty, TILE.x_depth, 2)
     initialize(w_empty, TILE.w_depth, 2)
-    rings = Rings(x_slots, w_slots, x_full, x_empty, w_full, w_empty)
+    rings = Rings(x_slots, x_rest, w_slots, x_full, x_empty, w_full, w_empty)
     staging = gl.allocate_shared_memory(Y.dtype, [2 * TILE.staging, Y.block_shape[0], 64], Y.layout)
     gdc_launch_dependents()
-    WIDE: gl.constexpr = TILE.columns == 256
+    WIDE: gl.constexpr = TILE.columns > 128
     MULTIPLYING: gl.constexpr = MORE_REGISTERS if WIDE else MULTIPLYING_REGISTERS
     LOADING: gl.constexpr = FEWER_PRODUCER_REGISTERS if WIDE else PRODUCER_REGISTERS
     # Constants stay constants only in tuples that are written here.

@@ -1,9 +1,9 @@
 """What the tiles of ``tiles_hopper_kernels.py`` multiply: blocks of the stored weight, unpacked in registers, in Gluon.
 
 ``wgmma`` takes its operand A from those registers. All panels of a block of int4 by up to 128 rows of x are started
-before one is waited for. Otherwise, with 256 rows, whose sums leave fewer registers, and with values of 8 bits, panels
+before one is waited for. Otherwise, with more rows, whose sums leave fewer registers, and with values of 8 bits, panels
 are in turn: each is unpacked while the products of the one before it run. Zero points, and sums that are scaled by
-groups, take the first way.
+groups, take the first way. Panels of 192 rows of x are two of 128 and 64, with an accumulator each (``Tiles.widths``).
 
 Registers of the weight are written again only after a wait for all products that read them: assemblers before CUDA
 13.3 may still move such a write too early, which ``test_compile.py`` looks for in the machine code.
@@ -46,14 +46,21 @@ def left_over(form, scaled, dtype):
     return times_of_pairs(form.name, dtype) if form.bits == 8 else 1.0
 
 
+@constexpr_function
+def accumulator_layout(columns):
+    """That of ``[64, columns]`` sums of a group of warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
 @aggregate
 class Rings:
     """Slots of shared memory for panels of x and blocks of the weight, used in turn, with the barriers that count them.
 
-    As in ``Ring``, but with steps of their own.
+    As in ``Ring``, but with steps of their own. ``x_rest``: the second piece of x, if a tile has two.
     """
 
     x: gl.shared_memory_descriptor
+    x_rest: gl.shared_memory_descriptor
     w: gl.shared_memory_descriptor
     x_full: gl.shared_memory_descriptor
     x_empty: gl.shared_memory_descriptor
@@ -91,9 +98,47 @@ class Rings:
         mbarrier.wait(self.x_full.index(step % DEPTH), step // DEPTH & 1)
 
     @gluon.jit
+    def load_x(self, X, row, k, full, panel, TILE: gl.constexpr):
+        """Starts loading a panel of x, by as many rows at a time as the map's blocks have."""
+        WIDTHS: gl.constexpr = TILE.widths
+        PART: gl.constexpr = X.block_shape[0]
+        for part in gl.static_range(WIDTHS[0] // PART):
+            load_block(X, [row + part * PART, k], full, self.x.index(panel).slice(part * PART, PART))
+        if len(WIDTHS) > 1:
+            load_block(X, [row + WIDTHS[0], k], full, self.x_rest.index(panel))
+
+    @gluon.jit
+    def panel_of_x(self, step, PART: gl.constexpr, TILE: gl.constexpr):
+        """Panel ``PART`` of a slot, for each accumulator, as ``wgmma`` takes its operand B."""
+        panel = step % TILE.x_depth * TILE.panels + PART
+        x = (self.x.index(panel).permute((1, 0)),)
+        if len(TILE.widths) > 1:
+            x = x + (self.x_rest.index(panel).permute((1, 0)),)
+        return x
+
+    @gluon.jit
     def release_x(self, step):
         """Gives the panels' slot back."""
         mbarrier.arrive(self.x_empty.index(step % self.x_full.shape[0]), count=1)
+
+
+@gluon.jit
+def _multiply(w, x, accs, ADDS: gl.constexpr = True):
+    """Starts the products of a panel of the weight with one of x; added to ``accs`` if it ``ADDS``."""
+    sums = ()
+    for i in gl.static_range(len(x)):
+        a = gl.convert_layout(w, gl.DotOperandLayout(0, accumulator_layout(x[i].shape[1]), 2), assert_trivial=True)
+        sums = sums + (warpgroup_mma(a, x[i], accs[i], use_acc=ADDS, is_async=True),)
+    return sums
+
+
+@gluon.jit
+def _settle(PANELS: gl.constexpr, accs):
+    """``accs`` once at most the last ``PANELS`` panels have products in flight."""
+    if len(accs) == 1:
+        return (warpgroup_mma_wait(PANELS, deps=accs),)
+    else:
+        return warpgroup_mma_wait(PANELS * 2, deps=accs)
 
 
 @gluon.jit
@@ -196,72 +241,70 @@ def _scaled_codes(packed, INDEX: gl.constexpr, factors, mma: gl.constexpr):
 
 @gluon.jit
 def _start(
-    values, packed, factors, acc, rings, x_step, COUNT: gl.constexpr, SCALED: gl.constexpr, TILE: gl.constexpr
+    values, packed, factors, accs, rings, x_step, COUNT: gl.constexpr, SCALED: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
     """Starts the products of a block's ``COUNT`` panels with the next ones of x.
 
     ``values``: the panels. Codes that are scaled are unpacked here: each panel while products of those before it run.
-    Sums: with "sums" ``SCALED`` those of every two panels, which are half a block, else ``acc`` plus all.
+    Sums: with "sums" ``SCALED`` those of every two panels, which are half a block, else ``accs`` plus all.
     """
     PANELS: gl.constexpr = TILE.panels
     SUMS: gl.constexpr = SCALED == "sums"
-    mma: gl.constexpr = acc.type.layout
-    sums = acc
+    gl.static_assert(not SUMS or len(accs) == 1)
+    mma: gl.constexpr = accs[0].type.layout
+    sums = accs
     of_halves = ()
     for i in gl.static_range(COUNT):
         step = x_step + i // PANELS
         if i % PANELS == 0:
             rings.wait_for_x(step)
-        x = rings.x.index(step % TILE.x_depth * PANELS + i % PANELS).permute((1, 0))
+        x = rings.panel_of_x(step, i % PANELS, TILE)
         if SUMS and i % 2 == 0:
-            sums = gl.zeros(acc.shape, gl.float32, mma)
+            sums = (gl.zeros(accs[0].shape, gl.float32, mma),)
         w = _scaled_codes(packed[i % 2], i, factors, mma) if SCALED == "codes" else values[i]
-        sums = warpgroup_mma(w, x, sums, use_acc=not SUMS or i % 2 > 0, is_async=True)
+        sums = _multiply(w, x, sums, not SUMS or i % 2 > 0)
         if i % 2 == 1:
-            of_halves = of_halves + (sums,)
-    if SUMS:
-        return of_halves
-    else:
-        return (sums,)
+            of_halves = of_halves + sums
+    return of_halves if SUMS else sums
 
 
 @gluon.jit
 def _finish(
-    started, acc, scales, rings, x_step, COUNT: gl.constexpr, SUMS: gl.constexpr, TILE: gl.constexpr
+    started, accs, scales, rings, x_step, COUNT: gl.constexpr, SUMS: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
-    """``acc`` with the products of ``COUNT`` panels that ``_start`` has started; releases those of x.
+    """``accs`` with the products of ``COUNT`` panels that ``_start`` has started; releases those of x.
 
     ``scales``: of each half of a block, if there are ``SUMS`` to be scaled.
     """
     PANELS: gl.constexpr = TILE.panels
-    sums = started[0]
+    sums = started
     for i in gl.static_range(COUNT):
         if SUMS:
             if i % 2 == 1:
-                sums = warpgroup_mma_wait(COUNT - 1 - i, deps=(started[i // 2],))
+                sums = _settle(COUNT - 1 - i, (started[i // 2],))
         elif i % PANELS == PANELS - 1:
-            sums = warpgroup_mma_wait(COUNT - 1 - i, deps=(sums,))
+            sums = _settle(COUNT - 1 - i, sums)
         if i % PANELS == PANELS - 1:
             rings.release_x(x_step + i // PANELS)
         if SUMS and i % 2 == 1:
             factor = scale_value(scales[i // 2])[:, None]
-            acc = gl.fma(sums, gl.broadcast(factor, sums)[0], acc)
-    return acc if SUMS else sums
+            accs = (gl.fma(sums[0], gl.broadcast(factor, sums[0])[0], accs[0]),)
+    return accs if SUMS else sums
 
 
 @gluon.jit
 def multiply(
-    w_step, x_step, acc, scales, zero_points, rings, first, last, groups,
+    w_step, x_step, accs, scales, zero_points, rings, first, last, groups,
     FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """``(w_step, x_step, acc)``: the next steps of the rings, and ``acc`` plus the products of blocks of K.
+    """``(w_step, x_step, accs)``: the next steps of the rings, and ``accs`` plus the products of blocks of K.
 
     ``scales``, ``zero_points``: pointers to those of each row's first group; or None.
     """
     COUNT: gl.constexpr = 4 if FORM.bits == 4 else 2  # panels of a block
     # Two blocks: one of few rows takes less time than a load from memory.
     AHEAD: gl.constexpr = 2 if FORM.group >= BLOCK else 1
-    mma: gl.constexpr = acc.type.layout
+    mma: gl.constexpr = accs[0].type.layout
     DTYPE: gl.constexpr = rings.x.dtype
     SCALE: gl.constexpr = scales.dtype.element_ty
     SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
@@ -280,27 +323,27 @@ def multiply(
         if SCALED != "codes":
             for i in gl.static_range(COUNT):
                 values = values + (_values(packed[i % 2], i, factors, zeros, SCALE, DTYPE, mma, FORM, SCALED),)
-        started = _start(values, packed, factors, acc, rings, x_step, COUNT, SCALED, TILE)
+        started = _start(values, packed, factors, accs, rings, x_step, COUNT, SCALED, TILE)
         # Products wait for the loads of the slot; TMA, which writes it next, doesn't.
         rings.release_weight(w_step)
-        acc = _finish(started, acc, factors, rings, x_step, COUNT, SCALED == "sums", TILE)
+        accs = _finish(started, accs, factors, rings, x_step, COUNT, SCALED == "sums", TILE)
         w_step += 1
         x_step += COUNT // TILE.panels
-    return w_step, x_step, acc
+    return w_step, x_step, accs
 
 
 @gluon.jit
 def _blocks_in_turn(
-    w_step, x_step, acc, next_factors, scales, rings, block, groups,
+    w_step, x_step, accs, next_factors, scales, rings, block, groups,
     BLOCKS: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """``acc`` plus the products of ``BLOCKS`` blocks, and the factors of the block after them.
+    """``accs`` plus the products of ``BLOCKS`` blocks, and the factors of the block after them.
 
     Of two panels the products are on their way at most: registers of the one before the last are free to be written.
     """
     COUNT: gl.constexpr = 4 if FORM.bits == 4 else 2
     PANELS: gl.constexpr = TILE.panels
-    mma: gl.constexpr = acc.type.layout
+    mma: gl.constexpr = accs[0].type.layout
     DTYPE: gl.constexpr = rings.x.dtype
     SCALE: gl.constexpr = scales.dtype.element_ty
     SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
@@ -320,23 +363,22 @@ def _blocks_in_turn(
             step = x_step + (b * COUNT + i) // PANELS
             if i % PANELS == 0:
                 rings.wait_for_x(step)
-            x = rings.x.index(step % TILE.x_depth * PANELS + i % PANELS).permute((1, 0))
-            acc = warpgroup_mma(w, x, acc, use_acc=True, is_async=True)
+            accs = _multiply(w, rings.panel_of_x(step, i % PANELS, TILE), accs)
             if i == 1:
                 # Both of the block's halves are in registers, or products wait for them.
                 rings.release_weight(w_step + b)
             if b + i > 0:
-                acc = warpgroup_mma_wait(1, deps=(acc,))
+                accs = _settle(1, accs)
                 if i % PANELS == 0:
                     rings.release_x(step - 1)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    accs = _settle(0, accs)
     rings.release_x(x_step + BLOCKS * COUNT // PANELS - 1)
-    return acc, next_factors
+    return accs, next_factors
 
 
 @gluon.jit
 def multiply_in_turn(
-    w_step, x_step, acc, scales, rings, first, last, groups,
+    w_step, x_step, accs, scales, rings, first, last, groups,
     FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """As ``multiply``, panel by panel: of ``TILE.in_turn`` blocks without a pause, as long as there are as many."""
@@ -346,16 +388,16 @@ def multiply_in_turn(
     next_factors = _load_factors(scales, first, groups, FORM)
     whole = first + (last - first) // BLOCKS * BLOCKS
     for block in range(first, whole, BLOCKS):
-        acc, next_factors = _blocks_in_turn(
-            w_step, x_step, acc, next_factors, scales, rings, block, groups, BLOCKS, FORM, TILE, WHO
+        accs, next_factors = _blocks_in_turn(
+            w_step, x_step, accs, next_factors, scales, rings, block, groups, BLOCKS, FORM, TILE, WHO
         )
         w_step += BLOCKS
         x_step += BLOCKS * SLOTS
     if BLOCKS == 2:
         if whole < last:
-            acc, next_factors = _blocks_in_turn(
-                w_step, x_step, acc, next_factors, scales, rings, whole, groups, 1, FORM, TILE, WHO
+            accs, next_factors = _blocks_in_turn(
+                w_step, x_step, accs, next_factors, scales, rings, whole, groups, 1, FORM, TILE, WHO
             )
             w_step += 1
             x_step += SLOTS
-    return w_step, x_step, acc
+    return w_step, x_step, accs
