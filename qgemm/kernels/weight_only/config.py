@@ -24,8 +24,8 @@ MAX_PARTS = 2**COUNT_BITS - 1
 MAX_COUNTS = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD
 # In microseconds, as they choose best of what was timed on an H100.
 BLOCK_TIMES = {
-    4: {32: 1.1, 64: 1.12, 128: 1.6, 192: 2.25, 256: 2.87},
-    8: {32: 1.1, 64: 1.23, 128: 1.73, 192: 2.4, 256: 3.09},
+    4: {32: 1.1, 64: 1.12, 128: 1.6, 192: 2.33, 256: 2.87},
+    8: {32: 1.1, 64: 1.23, 128: 1.7, 192: 2.4, 256: 3.09},
 }
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
 HANDOVER = 1.1
@@ -245,7 +245,7 @@ TILES = {
         Tiles(64, 7, 5, sums=True),
         Tiles(128, 5, 3),
         Tiles(128, 4, 3, staging=2),
-        Tiles(192, 6, 4, in_turn=2, panels=1),
+        Tiles(192, 6, 3, in_turn=2, panels=1, staging=2),
         Tiles(256, 5, 3, in_turn=2, panels=1),
     ),
     8: (
@@ -253,7 +253,7 @@ TILES = {
         Tiles(64, 7, 5, sums=True, in_turn=1),
         Tiles(128, 5, 3, in_turn=1),
         Tiles(128, 4, 3, staging=2, in_turn=1),
-        Tiles(192, 6, 4, in_turn=1, panels=1),
+        Tiles(192, 3, 4, in_turn=1),
         Tiles(256, 5, 3, in_turn=1, panels=1),
     ),
 }
