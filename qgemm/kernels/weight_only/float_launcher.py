@@ -244,8 +244,7 @@ def _make_plan(
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         in_ring = fits_ring(M, K, form)
-        if in_ring or M <= MAX_FEW_ROWS:
-            form = replace(form, paired=_reads_pairs(form, K, scale))
+        form = replace(form, paired=_reads_pairs(form, K, scale))
         if in_ring:
             ring = select_ring(M, N, K, form, limits)
             if ring.shared and x.is_cuda:
@@ -281,7 +280,7 @@ def _fits_hopper(form: Stored, x: Tensor, weight: Tensor) -> bool:
 
 
 def _reads_pairs(form: Stored, K: int, scale: Tensor) -> bool:
-    """Whether the scales of a block's halves are 32 bits that ``_few_rows_kernel`` may load together."""
+    """Whether the scales of a block's halves are 32 bits that may be loaded together."""
     if form.bits == 8 or form.group != BLOCK_BYTES or K % form.block:
         return False
     return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0

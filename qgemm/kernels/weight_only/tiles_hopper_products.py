@@ -141,13 +141,19 @@ def _settle(PANELS: gl.constexpr, accs):
         return warpgroup_mma_wait(PANELS * 2, deps=accs)
 
 
+@constexpr_function
+def _in_words(form, dtype):
+    """Whether scales, or zero points, are loaded 32 bits at a time: those of small groups, or of a block's halves."""
+    return 0 < form.group < BLOCK.value or (form.paired and dtype.primitive_bitwidth == 16)
+
+
 @gluon.jit
 def _load_factors(pointers, block, groups, FORM: gl.constexpr):
-    """Scales, or zero points, of a block's halves; of smaller groups 32 bits at a time. 0 beyond the last group."""
+    """Scales, or zero points, of a block's groups, by halves or in words. 0 beyond the last group."""
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     factors = ()
     if pointers is not None:
-        if FORM.group > 0 and FORM.group < BLOCK:
+        if _in_words(FORM, pointers.dtype.element_ty):
             BYTES: gl.constexpr = pointers.dtype.element_ty.primitive_bitwidth // 8
             WORDS: gl.constexpr = BLOCK * HALVES // FORM.group * BYTES // 4
             words = pointers.cast(gl.pointer_type(gl.int32), bitcast=True)
@@ -165,17 +171,18 @@ def _load_factors(pointers, block, groups, FORM: gl.constexpr):
 def _of_groups(factors, INDEX: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr):
     """For each group of a block's panel, a vector of ``DTYPE`` from what ``_load_factors`` gives."""
     own = ()
-    if FORM.group > 0 and FORM.group < BLOCK:
-        COUNT: gl.constexpr = PANEL // FORM.group
+    if _in_words(FORM, DTYPE):
+        COUNT: gl.constexpr = max(PANEL // FORM.group, 1)
+        FIRST: gl.constexpr = INDEX * PANEL // FORM.group
         BITS: gl.constexpr = DTYPE.primitive_bitwidth
         for i in gl.static_range(COUNT):
-            word = factors[(INDEX * COUNT + i) * BITS // 32]
+            word = factors[(FIRST + i) * BITS // 32]
             if BITS == 32:
                 own = own + (word.to(DTYPE, bitcast=True),)
             elif BITS == 16:
-                own = own + ((word >> (INDEX * COUNT + i) * BITS % 32).to(gl.int16).to(DTYPE, bitcast=True),)
+                own = own + ((word >> (FIRST + i) * BITS % 32).to(gl.int16).to(DTYPE, bitcast=True),)
             else:
-                own = own + ((word >> (INDEX * COUNT + i) * BITS % 32).to(DTYPE),)
+                own = own + ((word >> (FIRST + i) * BITS % 32).to(DTYPE),)
     else:
         own = own + (factors[INDEX // 2],)
     return own
@@ -230,18 +237,18 @@ def _values(
 
 
 @gluon.jit
-def _scaled_codes(packed, INDEX: gl.constexpr, factors, mma: gl.constexpr):
+def _scaled_codes(packed, INDEX: gl.constexpr, factors, mma: gl.constexpr, FORM: gl.constexpr):
     """As ``_values``, of symmetric int4, times its scales in bfloat16 and ``SCALED_BY``."""
-    own = gl.convert_layout(
-        scale_value(factors[INDEX // 2]), gl.SliceLayout(1, packed.type.layout), assert_trivial=True
-    )
+    scale = scale_value(_of_groups(factors, INDEX, gl.bfloat16, FORM)[0])
+    own = gl.convert_layout(scale, gl.SliceLayout(1, packed.type.layout), assert_trivial=True)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     return gl.convert_layout(unpack_times_scale(packed, own, INDEX // 2), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _start(
-    values, packed, factors, accs, rings, x_step, COUNT: gl.constexpr, SCALED: gl.constexpr, TILE: gl.constexpr
+    values, packed, factors, accs, rings, x_step, COUNT: gl.constexpr, SCALED: gl.constexpr,
+    FORM: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Starts the products of a block's ``COUNT`` panels with the next ones of x.
 
@@ -261,7 +268,7 @@ def _start(
         x = rings.panel_of_x(step, i % PANELS, TILE)
         if SUMS and i % 2 == 0:
             sums = (gl.zeros(accs[0].shape, gl.float32, mma),)
-        w = _scaled_codes(packed[i % 2], i, factors, mma) if SCALED == "codes" else values[i]
+        w = _scaled_codes(packed[i % 2], i, factors, mma, FORM) if SCALED == "codes" else values[i]
         sums = _multiply(w, x, sums, not SUMS or i % 2 > 0)
         if i % 2 == 1:
             of_halves = of_halves + sums
@@ -270,11 +277,12 @@ def _start(
 
 @gluon.jit
 def _finish(
-    started, accs, scales, rings, x_step, COUNT: gl.constexpr, SUMS: gl.constexpr, TILE: gl.constexpr
+    started, accs, scales, rings, x_step, COUNT: gl.constexpr, SUMS: gl.constexpr, SCALE: gl.constexpr,
+    FORM: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """``accs`` with the products of ``COUNT`` panels that ``_start`` has started; releases those of x.
 
-    ``scales``: of each half of a block, if there are ``SUMS`` to be scaled.
+    ``scales``: of a block's halves, in ``SCALE``, if there are ``SUMS`` to be scaled.
     """
     PANELS: gl.constexpr = TILE.panels
     sums = started
@@ -287,7 +295,7 @@ def _finish(
         if i % PANELS == PANELS - 1:
             rings.release_x(x_step + i // PANELS)
         if SUMS and i % 2 == 1:
-            factor = scale_value(scales[i // 2])[:, None]
+            factor = scale_value(_of_groups(scales, i, SCALE, FORM)[0])[:, None]
             accs = (gl.fma(sums[0], gl.broadcast(factor, sums[0])[0], accs[0]),)
     return accs if SUMS else sums
 
@@ -323,10 +331,10 @@ def multiply(
         if SCALED != "codes":
             for i in gl.static_range(COUNT):
                 values = values + (_values(packed[i % 2], i, factors, zeros, SCALE, DTYPE, mma, FORM, SCALED),)
-        started = _start(values, packed, factors, accs, rings, x_step, COUNT, SCALED, TILE)
+        started = _start(values, packed, factors, accs, rings, x_step, COUNT, SCALED, FORM, TILE)
         # Products wait for the loads of the slot; TMA, which writes it next, doesn't.
         rings.release_weight(w_step)
-        accs = _finish(started, accs, factors, rings, x_step, COUNT, SCALED == "sums", TILE)
+        accs = _finish(started, accs, factors, rings, x_step, COUNT, SCALED == "sums", SCALE, FORM, TILE)
         w_step += 1
         x_step += COUNT // TILE.panels
     return w_step, x_step, accs
@@ -355,7 +363,7 @@ def _blocks_in_turn(
             if i < 2:
                 packed = packed + (rings.packed(w_step + b, i, WHO, mma),)
             if SCALED == "codes":
-                w = _scaled_codes(packed[i % 2], i, factors, mma)
+                w = _scaled_codes(packed[i % 2], i, factors, mma, FORM)
             else:
                 w = _values(packed[i % 2], i, factors, (), SCALE, DTYPE, mma, FORM, SCALED)
             if i == COUNT // 2:
