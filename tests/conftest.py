@@ -18,6 +18,9 @@ if not torch.cuda.is_available():
     interpreter.make_fast()
 
 
+torch.set_num_threads(1)  # a fork, as some tests make, would wait for OpenMP threads that only its parent has
+
+
 gc.disable()  # until all is imported: there is nothing to free, and to look for it takes five seconds
 
 
