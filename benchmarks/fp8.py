@@ -28,14 +28,14 @@ from qgemm.kernels import matmul, quantize_rows, scaled_mm
 from qgemm.kernels.dispatch import quantize_groups
 from qgemm.kernels.gemm import launcher
 from qgemm.numerics.blocks import block_scales, dequantize_blocks, round_blocks, spread_groups
+from qgemm_cli.check import largest_errors
 from qgemm_cli.timing import QUICK, SUSTAINED, Effort, Pass, copy_count, median_seconds
 
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096)
 E4M3 = torch.float8_e4m3fn
 MAX_ERROR = 0.01
-"""Relative, of a row of an output beside the product of the same operands in float64."""
+"""Relative, of ``COLUMNS`` columns of a row of an output beside the product of the same operands in float64."""
 COLUMNS = 512
-"""Whose errors are compared at a time."""
 
 
 class Operand(NamedTuple):
@@ -153,25 +153,17 @@ def measure(
         for name, one in all_products.items():
             a, copies_of_b = one.rows(x), made[one.weight]
             passes[name] = Pass(partial(one.run, a), copies_of_b, device)
-            if name in products and not (error := _error(passes[name].checked_output(), a, copies_of_b[0])) < MAX_ERROR:
-                raise ValueError(f"{name} is wrong: relative error {error:.3g} at {shape.N} x {shape.K}, {M}")
+            if name in products:
+                out = passes[name].checked_output()
+                error = largest_errors(a.to_float(), copies_of_b[0].to_float(), {name: out}, COLUMNS)[name]
+                if not error <= MAX_ERROR:
+                    raise ValueError(f"{name} is wrong: relative error {error:.3g} at {shape.N} x {shape.K}, {M}")
         busy = M >= BUSY_ROWS and device.type == "cuda" and effort == Effort()
         seconds = median_seconds(passes, SUSTAINED if busy else effort, device)
         for name in products:
             times = {peer: seconds[peer] / seconds[name] for peer in BESIDE[name]}
             found.append(Result(name, *shape[1:], M, seconds[name] * 1e6, times))
     return found
-
-
-def _error(out: Tensor, a: Operand, b: Operand) -> float:
-    """The largest relative error of a row of the output in ``COLUMNS`` columns: so no tile is overlooked."""
-    rows, weight, errors = a.to_float(), b.to_float(), []
-    for start in range(0, weight.shape[0], COLUMNS):
-        wanted = rows @ weight[start : start + COLUMNS].t()
-        found = out[:, start : start + COLUMNS].double()
-        errors.append(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
-    # As tensors, NaN is the largest.
-    return float(torch.stack(errors).max())
 
 
 def table(results: Sequence[Result]) -> Table:

@@ -26,6 +26,7 @@ from benchmarks.tables import Table, render
 from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.scheme import resolve_scheme
+from qgemm_cli.check import largest_errors
 from qgemm_cli.timing import QUICK, SUSTAINED, Effort, Pass, copy_count, host_seconds, median_seconds
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -34,7 +35,6 @@ MAX_ERROR, MAX_ERROR_OF_QUANTIZED_ROWS, MAX_ERROR_OF_FP8_ROWS = 0.01, 0.03, 0.04
 """Relative, of a layer's output beside float64 products of its input with the weight that it stores. Rounding the
 input to e4m3 makes 0.0265 on average, and 0.033 in ``COLUMNS`` outputs of one of thousands of rows."""
 COLUMNS = 512
-"""Whose errors are compared at a time."""
 FLOAT = "float"
 
 
@@ -119,13 +119,7 @@ def _run(x: Tensor, layer: LinearLayer) -> Tensor:
 
 def _error(out: Tensor, x: Tensor, layer: LinearLayer) -> float:
     """The largest relative error of a row of the output in ``COLUMNS`` columns: so no tile is overlooked."""
-    weight, rows, errors = layer.dequantize().weight.detach(), x.double(), []
-    for start in range(0, weight.shape[0], COLUMNS):
-        wanted = rows @ weight[start : start + COLUMNS].double().t()
-        found = out[:, start : start + COLUMNS].double()
-        errors.append(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
-    # As tensors, NaN is the largest.
-    return float(torch.stack(errors).max())
+    return largest_errors(x, layer.dequantize().weight.detach(), {"layer": out}, COLUMNS)["layer"]
 
 
 def table(results: Sequence[Result]) -> Table:
