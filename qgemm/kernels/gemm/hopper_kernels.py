@@ -13,7 +13,7 @@ other one multiplies it. docs/performance.md: what it reaches, why, and what was
 Sums of fp8 that the tensor cores add keep 14 bits. So theirs are of 256 values of K, and the multiplying warps add them
 in float32; with a scale for each 128 values, of as many, after they have multiplied them by it. From 128 rows on two
 groups of warps share a tile: while one adds, the other one's products are computed. With scales of blocks a group also
-adds while its own next products are computed.
+adds while its own next products are computed, but for tiles of 256 rows, which leave no registers for it.
 """
 
 from triton.experimental import gluon
