@@ -25,6 +25,7 @@ from qgemm.kernels.quantize.hopper_kernels import SharedRows
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.block_scales import AllBlockScales
 from qgemm.kernels.stages.epilogue import Epilogue, added
+from qgemm.kernels.stages.promoted_sums import reduce_promoted
 from qgemm.kernels.stages.ring import (
     MMA_ROWS,
     PANEL,
@@ -290,7 +291,7 @@ def _consume_promoted(
         own = None
         if scales is not None:
             own = scales.of_tile(row, col, sched.M, sched.N, PARTS, sched.ctx.block_n, rest_layout)
-        sums, step = ring.reduce_promoted(step, num_k, sums, FIRST, own)
+        sums, step = reduce_promoted(ring, step, num_k, sums, FIRST, own)
         for i in gl.static_range(PARTS):
             _store_sums(C, epilogue, staging, sums[i * PIECES], row + i * MMA_ROWS, col, sched)
             if PIECES > 1:

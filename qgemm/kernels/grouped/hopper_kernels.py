@@ -19,6 +19,7 @@ from qgemm.kernels.grouped.kernels import GroupTiles
 from qgemm.kernels.stages import GemmContext
 from qgemm.kernels.stages.block_scales import AllBlockScales
 from qgemm.kernels.stages.epilogue import Epilogue
+from qgemm.kernels.stages.promoted_sums import reduce_promoted
 from qgemm.kernels.stages.ring import (
     MMA_ROWS,
     PANEL,
@@ -86,10 +87,10 @@ def _consume_tile(
             every = AllBlockScales(epilogue.a_scale, epilogue.b_scale, num_k, 1, num_k, 1, num_k)
             col = group * (gl.cdiv(N, PANEL) * PANEL) + pid_n * BLOCK_N
             scales = every.of_tile(first, col, end, N, PARTS, BLOCK_N, layout)
-            sums, _ = ring.reduce_promoted(step, num_k, sums, 0, scales)
+            sums, _ = reduce_promoted(ring, step, num_k, sums, 0, scales)
             epilogue = Epilogue(None, None, None if epilogue.bias is None else epilogue.bias + group * N)
         else:
-            sums, _ = ring.reduce_promoted(step, num_k, sums, 0, None)
+            sums, _ = reduce_promoted(ring, step, num_k, sums, 0, None)
             epilogue = epilogue.beyond(group * N)
         tma.store_wait(0)
         for i in gl.static_range(PARTS):
