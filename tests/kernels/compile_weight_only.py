@@ -28,7 +28,9 @@ def weight_only_cases() -> Iterator[Case]:
         ("tiles int4", 64, 4096, "int4", 128, BF16, BF16, True),
         ("tiles odd", 64, 4104, "int4", 128, BF16, BF16, False),
         ("tiles large", 2048, 4096, "int4", 128, BF16, BF16, False),
-        # Of 192 rows, shared and whole.
+        # Of 160 and 192 rows, shared and whole.
+        ("tiles split int4 narrower", 160, 4096, "int4", 128, BF16, BF16, False),
+        ("tiles split int8 narrower", 320, 4096, "int8", 128, BF16, HALF, False),
         ("tiles split int4", 192, 4096, "int4", 128, BF16, BF16, False),
         ("tiles split int4 channel", 384, 4096, "int4", 4096, BF16, HALF, False),
         ("tiles split int8", 192, 4096, "int8", 4096, BF16, BF16, False),

@@ -102,13 +102,20 @@ def test_whole_and_shared_tiles_in_a_call(M: int, N: int, K: int, kind: str, dev
 )
 @pytest.mark.parametrize("M", [129, 150, 192, 193, 300, 384])
 @pytest.mark.parametrize("sharers", [0, 7, 12])
-def test_tiles_of_192_rows(
-    sharers: int, M: int, kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("columns", [160, 192])
+def test_tiles_with_two_accumulators(
+    columns: int,
+    sharers: int,
+    M: int,
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two accumulators each; four or five tiles, that are whole or that all programs share."""
+    """Four to six tiles, that are whole or that all programs share."""
     skip_elsewhere(device)
-    N = 520 if M <= 192 else 200
-    whole = next(one for one in TILES[FORMATS[KINDS[kind][0]].bits] if one.columns == 192)
+    N = 520 if columns >= M else 200
+    whole = next(one for one in TILES[FORMATS[KINDS[kind][0]].bits] if one.columns == columns)
     tile = replace(whole, shared=whole.tiles(M, N) if sharers else 0, sharers=sharers)
     monkeypatch.setattr(float_launcher, "select_tiles", lambda *_: tile)
     monkeypatch.setattr(float_launcher, "plans", PlanCache())

@@ -24,8 +24,8 @@ MAX_PARTS = 2**COUNT_BITS - 1
 MAX_COUNTS = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD
 # In microseconds, as they choose best of what was timed on an H100.
 BLOCK_TIMES = {
-    4: {32: 1.1, 64: 1.12, 128: 1.6, 192: 2.33, 256: 2.87},
-    8: {32: 1.1, 64: 1.23, 128: 1.7, 192: 2.4, 256: 3.09},
+    4: {32: 1.1, 64: 1.12, 128: 1.53, 160: 1.98, 192: 2.26, 256: 2.77},
+    8: {32: 1.1, 64: 1.23, 128: 1.7, 160: 2.16, 192: 2.4, 256: 3.04},
 }
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
 HANDOVER = 1.1
@@ -231,8 +231,9 @@ class Tiles(Shareable):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The columns of each accumulator: powers of 2, so 192 are split."""
-        return (128, 64) if self.columns == 192 else (self.columns,)
+        """The columns of each accumulator: powers of 2, so 160 and 192 are split."""
+        rest = self.columns % 128
+        return (128, rest) if rest and self.columns > 128 else (self.columns,)
 
     def tiles(self, M: int, N: int) -> int:
         """How many an output of ``[M, N]`` has."""
@@ -245,6 +246,7 @@ TILES = {
         Tiles(64, 7, 5, sums=True),
         Tiles(128, 5, 3),
         Tiles(128, 4, 3, staging=2),
+        Tiles(160, 8, 3, in_turn=4, panels=1, staging=2),
         Tiles(192, 6, 3, in_turn=2, panels=1, staging=2),
         Tiles(256, 5, 3, in_turn=2, panels=1),
     ),
@@ -253,7 +255,8 @@ TILES = {
         Tiles(64, 7, 5, sums=True, in_turn=1),
         Tiles(128, 5, 3, in_turn=1),
         Tiles(128, 4, 3, staging=2, in_turn=1),
-        Tiles(192, 3, 4, in_turn=1),
+        Tiles(160, 8, 3, in_turn=4, panels=1, staging=2),
+        Tiles(192, 3, 4, in_turn=4),
         Tiles(256, 5, 3, in_turn=1, panels=1),
     ),
 }

@@ -364,7 +364,7 @@ def tiles_plan(
 
     stride_xm, stride_wn = strides[:2]
     width = cdiv(K, form.block) * BLOCK_BYTES // 2 if form.bits == 4 else K // 2
-    x_rows, stored = tile.widths[-1], min(tile.columns, PANEL)
+    x_rows, stored = tile.widths[-1], min(tile.widths[-1], PANEL)
     maps = {
         0: TensorMap((M, K), (stride_xm, 1), (x_rows, PANEL), block_layout((x_rows, PANEL), dtype)),
         1: TensorMap(

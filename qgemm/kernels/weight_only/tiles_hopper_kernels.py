@@ -28,7 +28,7 @@ from qgemm.kernels.weight_only.tiles_hopper_products import (
 )
 
 ROWS = gl.constexpr(config.TILE_ROWS)
-# Of a thread that multiplies, and with more than 128 rows of x, whose sums alone are 96 or 128; then fewer are left to
+# Of a thread that multiplies, and with more than 128 rows of x, whose sums alone are 80 to 128; then fewer are left to
 # one that loads.
 MULTIPLYING_REGISTERS, MORE_REGISTERS = gl.constexpr(232), gl.constexpr(240)
 FEWER_PRODUCER_REGISTERS = gl.constexpr(24)
@@ -116,7 +116,8 @@ def _consume(
         if finishes:
             for i in gl.static_range(len(WIDTHS)):
                 out = epilogue.add_bias(sums[i], _rows(col, sums[i]))
-                _store_across(Y, staging, row + i * WIDTHS[0], col, out, epilogue, WHO, i * WIDTHS[0] // 64)
+                before = i * WIDTHS[0]
+                _store_across(Y, staging, row + before, col, out, epilogue, WHO, before // staging.shape[1])
     tma.store_wait(0)
 
 

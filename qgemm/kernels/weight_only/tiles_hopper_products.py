@@ -3,7 +3,7 @@
 ``wgmma`` takes its operand A from those registers. All panels of a block of int4 by up to 128 rows of x are started
 before one is waited for. Otherwise, with more rows, whose sums leave fewer registers, and with values of 8 bits, panels
 are in turn: each is unpacked while the products of the one before it run. Zero points, and sums that are scaled by
-groups, take the first way. Panels of 192 rows of x are two of 128 and 64, with an accumulator each (``Tiles.widths``).
+groups, take the first way. Panels of 160 and 192 rows of x are two, with an accumulator each (``Tiles.widths``).
 
 Registers of the weight are written again only after a wait for all products that read them: assemblers before CUDA
 13.3 may still move such a write too early, which ``test_compile.py`` looks for in the machine code.
@@ -391,7 +391,6 @@ def multiply_in_turn(
 ):  # fmt: skip
     """As ``multiply``, panel by panel: of ``TILE.in_turn`` blocks without a pause, as long as there are as many."""
     BLOCKS: gl.constexpr = TILE.in_turn
-    gl.static_assert(BLOCKS <= 2)
     SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // TILE.panels
     next_factors = _load_factors(scales, first, groups, FORM)
     whole = first + (last - first) // BLOCKS * BLOCKS
@@ -401,10 +400,10 @@ def multiply_in_turn(
         )
         w_step += BLOCKS
         x_step += BLOCKS * SLOTS
-    if BLOCKS == 2:
-        if whole < last:
+    if BLOCKS > 1:
+        for block in range(whole, last):
             accs, next_factors = _blocks_in_turn(
-                w_step, x_step, accs, next_factors, scales, rings, whole, groups, 1, FORM, TILE, WHO
+                w_step, x_step, accs, next_factors, scales, rings, block, groups, 1, FORM, TILE, WHO
             )
             w_step += 1
             x_step += SLOTS
