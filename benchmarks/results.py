@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks.roofline import Roofline, geometric_mean
+from qgemm.version import __version__
 
-PACKAGES = ("torch", "triton", "transformers", "qgemm", "vllm", "torchao", "gemlite", "bitsandbytes")
+PACKAGES = ("torch", "triton", "transformers", "vllm", "torchao", "gemlite", "bitsandbytes")
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,7 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    if "qgemm" not in versions:
-        from qgemm import __version__
-
-        versions["qgemm"] = __version__
+    versions["qgemm"] = __version__
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({_cpu_name()})",
         "threads": torch.get_num_threads(),
