@@ -93,8 +93,7 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Writes the run as JSON, in place of what was there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_json(path, asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> "Run":
@@ -128,6 +127,17 @@ def speedups(
         if size in times[faster]:
             ratios.setdefault(size[0], []).append(us / times[faster][size])
     return {M: Spread(geometric_mean(values), min(values), max(values)) for M, values in ratios.items()}
+
+
+def write(path: Path, text: str) -> None:
+    """Writes ``text`` and an end of line, into a folder that is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def write_json(path: Path, values: object) -> None:
+    """Writes what was measured as JSON, as ``write`` does."""
+    write(path, json.dumps(values, indent=1))
 
 
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
