@@ -12,7 +12,7 @@ from benchmarks.configs import check_config, rotated_weights
 from benchmarks.measure import measure_host, measure_quantization, measure_shape
 from benchmarks.peers import PEERS, installed_peers
 from benchmarks.providers import Provider, builtin_providers, cpu_providers, gpu_providers
-from benchmarks.results import Run, environment
+from benchmarks.results import Run, environment, write
 from benchmarks.roofline import known_peaks
 from benchmarks.shapes import (
     CPU_SHAPES,
@@ -41,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> Run:
         run.save(args.json)
     print(tables.report(run))
     if args.markdown:
-        args.markdown.parent.mkdir(parents=True, exist_ok=True)
-        args.markdown.write_text(tables.report(run, markdown=True) + "\n", encoding="utf-8")
+        write(args.markdown, tables.report(run, markdown=True))
     if args.plots:
         for path in plots.draw(run, args.plots):
             print(f"wrote {path}")

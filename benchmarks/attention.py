@@ -8,7 +8,6 @@ float64. Bytes are those of the keys and values in use, with the scales of int8 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.results import environment
+from benchmarks.results import environment, write_json
 from benchmarks.tables import Table, render
 from qgemm.kernels import decode_attention, quantize_rows
 from qgemm.kernels.reference import decode_attention_reference
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
             results += measure(batch, length, args.heads, args.head_size, effort, bandwidth, device)
             if args.json:
                 values = {"environment": about, "bandwidth": bandwidth, "results": [asdict(one) for one in results]}
-                args.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+                write_json(args.json, values)
     print(f"{about['device']}, torch {torch.__version__}, commit {about['commit']}, {bandwidth / 1e12:.2f} TB/s copied")
     print(render(table(results), markdown=False))
     return results

@@ -11,7 +11,6 @@ two products. Bytes are the fewest that must move: the weights once, the input a
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.models.providers import PROVIDERS
 from benchmarks.models.shapes import MODELS, ModelShape
-from benchmarks.results import environment
+from benchmarks.results import environment, write_json
 from benchmarks.tables import Table, render
 from qgemm_cli.timing import QUICK, Effort, Pass, median_seconds
 
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     print(render(table(results), markdown=False))
     if args.json:
         values = {"environment": about, "results": [asdict(result) for result in results]}
-        args.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, values)
     return results
 
 

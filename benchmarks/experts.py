@@ -13,7 +13,6 @@ Before anything is timed, rows of both outputs are compared with a float32 compu
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import environment
+from benchmarks.results import environment, write_json
 from benchmarks.roofline import Roofline, known_peaks
 from benchmarks.tables import render
 from qgemm.nn import QuantExperts
@@ -129,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
                         "kernels_us": kernels,
                     }
                     values["results"] = [asdict(result) for result in results]
-                    args.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+                    write_json(args.json, values)
             torch.cuda.empty_cache()
     print(f"{about['device']}, torch {torch.__version__}, {roofline.bandwidth / 1e12:.2f} TB/s copied")
     print(report(results))

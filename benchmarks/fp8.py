@@ -8,7 +8,6 @@ Operands are quantized before, so only products are timed, as ``benchmarks.weigh
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.measure import BUSY_ROWS, random_operand
-from benchmarks.results import environment
+from benchmarks.measure import effort_for, random_operand
+from benchmarks.results import environment, write_json
 from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
 from benchmarks.tables import Table, render
@@ -29,7 +28,7 @@ from qgemm.kernels.dispatch import quantize_groups
 from qgemm.kernels.gemm import launcher
 from qgemm.numerics.blocks import block_scales, dequantize_blocks, round_blocks, spread_groups
 from qgemm_cli.check import largest_errors
-from qgemm_cli.timing import QUICK, SUSTAINED, Effort, Pass, copy_count, median_seconds
+from qgemm_cli.timing import QUICK, Effort, Pass, copy_count, median_seconds
 
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096)
 E4M3 = torch.float8_e4m3fn
@@ -158,8 +157,7 @@ def measure(
                 error = largest_errors(a.to_float(), copies_of_b[0].to_float(), {name: out}, COLUMNS)[name]
                 if not error <= MAX_ERROR:
                     raise ValueError(f"{name} is wrong: relative error {error:.3g} at {shape.N} x {shape.K}, {M}")
-        busy = M >= BUSY_ROWS and device.type == "cuda" and effort == Effort()
-        seconds = median_seconds(passes, SUSTAINED if busy else effort, device)
+        seconds = median_seconds(passes, effort_for(M, effort, device), device)
         for name in products:
             times = {peer: seconds[peer] / seconds[name] for peer in BESIDE[name]}
             found.append(Result(name, *shape[1:], M, seconds[name] * 1e6, times))
@@ -199,7 +197,7 @@ def main() -> None:
     print(render(table(results), markdown=False))
     if options.out:
         contents = {"environment": environment(device, options.commit), "results": [asdict(one) for one in results]}
-        options.out.write_text(json.dumps(contents, indent=1) + "\n")
+        write_json(options.out, contents)
 
 
 if __name__ == "__main__":

@@ -81,9 +81,7 @@ def _measure_size(
         if key in passes and not errors[key] <= provider.max_error:
             reasons[key] = f"wrong output: relative error {errors[key]:.3g}, at most {provider.max_error} is right"
             del passes[key]
-    if M >= BUSY_ROWS and device.type == "cuda" and effort == Effort():
-        effort = SUSTAINED
-    seconds = median_seconds(passes, effort, device)
+    seconds = median_seconds(passes, effort_for(M, effort, device), device)
     return [
         _measurement(
             provider,
@@ -168,6 +166,11 @@ def measure_host(providers: Sequence[Provider], device: torch.device) -> dict[st
         for name, seconds in host_seconds(runs).items():
             found.setdefault(name, {})[str(M)] = seconds * 1e6
     return found
+
+
+def effort_for(M: int, effort: Effort, device: torch.device) -> Effort:
+    """``effort``; in place of the usual one ``SUSTAINED``, if ``M`` rows keep a GPU's tensor cores busy."""
+    return SUSTAINED if M >= BUSY_ROWS and device.type == "cuda" and effort == Effort() else effort
 
 
 def random_operand(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import qgemm
 from benchmarks.models.shapes import ModelShape
+from benchmarks.providers import linear_of
 from benchmarks.tables import Table, render
 from qgemm.kernels import quantize_rows, scaled_mm
 
@@ -65,7 +66,7 @@ def distributions() -> Table:
         "normal, 8 columns 10 times as large": _with_outliers(normal, 10),
         "normal, 8 columns 100 times as large": _with_outliers(normal, 100),
     }
-    linear = _linear(N, K)
+    linear = linear_of(_random(N, K, seed=1))
     rows = []
     for name, x in inputs.items():
         exact = F.linear(x.double(), linear.weight.double())
@@ -77,7 +78,7 @@ def distributions() -> Table:
 @torch.no_grad()
 def magnitudes() -> Table:
     """By the magnitude of activations, over the range of float32: the error, and rows that aren't finite."""
-    linear = _linear(N, K)
+    linear = linear_of(_random(N, K, seed=1))
     layer = _quantized(linear, "int8")
     x = _random(ROWS, K)
     rows = []
@@ -103,7 +104,7 @@ def magnitudes() -> Table:
 @torch.no_grad()
 def batches() -> Table:
     """Whether a row's output depends on how many rows come with it: the largest difference, and how many differ."""
-    linear = _linear(N, K)
+    linear = linear_of(_random(N, K, seed=1))
     layer, half = _quantized(linear, "int8"), copy.deepcopy(linear).bfloat16()
     x = _random(1024, K)
     alone = {"int8": layer(x[:1]), "float32": linear(x[:1]), "bfloat16": half(x[:1].bfloat16())}
@@ -142,7 +143,7 @@ def depth() -> Table:
 @torch.no_grad()
 def clipping() -> Table:
     """Static scales: the error where inputs are larger, or smaller, than those that the scale was found on."""
-    linear = _linear(N, K)
+    linear = linear_of(_random(N, K, seed=1))
     x = _random(ROWS, K)
     static, dynamic = _quantized(linear, "int8-static", x), _quantized(linear, "int8")
     rows = []
@@ -164,7 +165,7 @@ def weights() -> Table:
     }
     rows = []
     for name, weight in kinds.items():
-        linear = _linear(N, K, weight)
+        linear = linear_of(weight)
         found = [_quantized(linear, scheme).dequantize().weight for scheme in ("int8", "int4")]
         rows.append([name, *(f"{_error(each, weight.double()):.2%}" for each in found)])
     return ["weights", "int8, a scale a row", "int4, a scale for 128 of a row"], rows
@@ -181,12 +182,6 @@ def _quantized(linear: nn.Linear, scheme: str, x: Tensor | None = None) -> Any:
     needs_data = scheme.startswith(("int8-static", "int8-outliers"))
     qgemm.quantize_model(model, scheme, calibration=[x] if needs_data else None, progress=False)
     return model[0]
-
-
-def _linear(rows: int, columns: int, weight: Tensor | None = None) -> nn.Linear:
-    linear = nn.Linear(columns, rows, bias=False, device="meta")
-    linear.weight = nn.Parameter(_random(rows, columns, seed=1) if weight is None else weight, requires_grad=False)
-    return linear
 
 
 def _with_outliers(x: Tensor, factor: float) -> Tensor:

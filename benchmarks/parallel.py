@@ -24,9 +24,9 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 
 import qgemm
-from benchmarks.models.measure import MAX_GAP, decoding_rate, median_seconds
+from benchmarks.models.measure import MAX_GAP, decoding_rate, gaps, median_seconds, random_tokens
 from benchmarks.models.shapes import MODELS, ModelShape
-from benchmarks.results import environment
+from benchmarks.results import environment, write_json
 from benchmarks.tables import Table, render
 from qgemm.nn import QuantLayer
 
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     print(f"{args.processes} x {about['device']}, {about['versions']}, commit {about['commit']}\n")
     print(render(table(figures, Sizes().batches), markdown=True))
     if args.json:
-        args.json.write_text(json.dumps([about, *map(asdict, figures)], indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, [about, *map(asdict, figures)])
     return figures
 
 
@@ -237,22 +237,19 @@ def _cut(model: Any, size: int, by_expert: bool) -> None:
 
 def _look(model: Any, sizes: Sizes) -> tuple[Tensor, Tensor, float]:
     """Logits of a prompt's tokens, tokens that are generated after it, and the gap of those."""
-    ids = _tokens(model, 1, sizes.context)
+    ids = random_tokens(model, 1, sizes.context)
     logits = model(ids).logits.float()
     out = _generate(model, ids, sizes.new)
-    again = model(out, logits_to_keep=sizes.new + 1).logits[:, :-1].float()
-    new = out[:, sizes.context :]
-    chosen = again.gather(-1, new[..., None]).squeeze(-1)
-    return logits, new, float(((again.amax(-1) - chosen) / again.std(-1)).max())
+    return logits, out[:, sizes.context :], float(gaps(model, out, sizes.new).max())
 
 
 def _prefill(model: Any, sizes: Sizes) -> float:
-    ids = _tokens(model, *sizes.prefill)
+    ids = random_tokens(model, *sizes.prefill)
     return median_seconds(lambda: model(ids, use_cache=True, logits_to_keep=1), sizes.rounds)
 
 
 def _step(model: Any, batch: int, sizes: Sizes) -> float:
-    ids = _tokens(model, batch, sizes.context)
+    ids = random_tokens(model, batch, sizes.context)
     return batch / decoding_rate(lambda new: _generate(model, ids, new), batch, sizes.new, sizes.rounds)
 
 
@@ -260,11 +257,6 @@ def _generate(model: Any, ids: Tensor, new: int) -> Tensor:
     mask = torch.ones_like(ids)
     out: Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False)
     return out
-
-
-def _tokens(model: Any, batch: int, length: int) -> Tensor:
-    generator = torch.Generator().manual_seed(batch * 100003 + length)
-    return torch.randint(1, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
 def _kl(expected: Tensor, found: Tensor) -> float:

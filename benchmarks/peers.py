@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.providers import FP8, FP8_ERROR, INT8_ERROR, Provider
+from benchmarks.providers import FP8, FP8_ERROR, INT8_ERROR, Provider, linear_of
 
 
 def installed_peers(names: set[str] | None = None) -> tuple[list[Provider], list[str]]:
@@ -61,7 +61,7 @@ def _torchao(name: str, dtype: torch.dtype, max_error: float, config: Any) -> Pr
         return F.linear(x, weight)
 
     def prepare_weight(weight: Tensor) -> Tensor:
-        layer = nn.Sequential(_linear(weight.clone()))
+        layer = nn.Sequential(linear_of(weight.clone()))
         quantize(layer, config)
         quantized: Tensor = layer[0].weight  # type: ignore[assignment]
         return quantized
@@ -73,7 +73,7 @@ def _gemlite() -> Provider:
     helper = importlib.import_module("gemlite.helper")
 
     def prepare_weight(weight: Tensor) -> Any:
-        return helper.A8W8_int8_dynamic(device=weight.device).from_linear(_linear(weight), del_orig=False)
+        return helper.A8W8_int8_dynamic(device=weight.device).from_linear(linear_of(weight), del_orig=False)
 
     return _layer_provider("gemlite int8", torch.int8, INT8_ERROR, prepare_weight, lambda x, layer: layer(x))
 
@@ -110,9 +110,3 @@ def _layer_provider(
 ) -> Provider:
     bf16 = torch.bfloat16
     return Provider(name, ("layer",), bf16, weight_dtype, bf16, max_error, lambda x: x.to(bf16), prepare_weight, run)
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.results import Run, speedups
 from benchmarks.roofline import KINDS, bytes_moved, operations
-from benchmarks.tables import OURS, _providers, _summary_families
+from benchmarks.tables import OURS, providers_at, summary_families
 
 _TITLES = {"gemm": "GEMM alone", "layer": "whole layer, quantization included"}
 _BASE = "bf16"
@@ -32,7 +32,7 @@ def draw(run: Run, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     levels = [level for level in _TITLES if any(one.level == level and one.us for one in run.measurements)]
     paths = []
-    compared = [level for level in levels if _BASE in _providers(run.measurements, level)]
+    compared = [level for level in levels if _BASE in providers_at(run.measurements, level)]
     if compared:
         paths.append(_draw_speedups(run, compared, folder / "speedup.png"))
     paths += [_draw_roofline(run, level, folder / f"roofline-{level}.png") for level in levels]
@@ -59,7 +59,7 @@ def report(run: Run, folder: Path) -> Path | None:
     benchmarks = []
     for level, N, K in dict.fromkeys(key[:3] for key in tops):
         rows = sorted({key[4] for key in tops if key[:3] == (level, N, K)})
-        names = _providers([one for one in run.measurements if (one.N, one.K) == (N, K)], level)
+        names = providers_at([one for one in run.measurements if (one.N, one.K) == (N, K)], level)
         limits = {f"limit, {kind}": style for kind, style in _LIMIT_STYLES.items()}
         styles = [(_color(run, name), "-") for name in names] + [("black", style) for style in limits.values()]
         benchmarks.append(
@@ -112,10 +112,10 @@ def _draw_speedups(run: Run, levels: list[str], path: Path) -> Path:
     """Speed over bf16 against M: the geometric mean over shapes, and a band from the least to the greatest."""
     from matplotlib import pyplot
 
-    over, families = _summary_families(run.measurements)
+    over, families = summary_families(run.measurements)
     figure, axes = pyplot.subplots(1, len(levels), figsize=(5.2 * len(levels), 3.8), sharey=True, squeeze=False)
     for axis, level in zip(axes[0], levels, strict=True):
-        for name in _providers(run.measurements, level):
+        for name in providers_at(run.measurements, level):
             spreads = speedups(run.measurements, level, _BASE, name, families)
             if name == _BASE or not spreads:
                 continue
@@ -149,7 +149,7 @@ def _draw_roofline(run: Run, level: str, path: Path) -> Path:
         axis.remove()
     for axis, (family, N, K) in zip(axes.flat, shapes, strict=False):
         here = [one for one in found if (one.N, one.K) == (N, K)]
-        for name in _providers(here, level):
+        for name in providers_at(here, level):
             points = sorted((one.M, one.tops) for one in here if one.provider == name and one.tops)
             if points:
                 width = 2.0 if name == OURS else 1.1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qgemm import QuantLinear
@@ -82,9 +82,10 @@ def qgemm_providers(dtype: torch.dtype) -> list[Provider]:
     return [
         Provider("qgemm", ("gemm",), int8, int8, dtype, INT8_ERROR, quantize_rows, quantize_rows, run),
         Provider(
-            "qgemm", ("layer",), dtype, int8, dtype, INT8_ERROR, _to(dtype), quant_linear, lambda x, layer: layer(x)
+            "qgemm", ("layer",), dtype, int8, dtype, INT8_ERROR, _to(dtype),
+            lambda weight: QuantLinear.from_linear(linear_of(weight)), lambda x, layer: layer(x),
         ),
-    ]
+    ]  # fmt: skip
 
 
 def float_provider(name: str, dtype: torch.dtype) -> Provider:
@@ -123,11 +124,11 @@ def int_mm_provider() -> Provider:
     )
 
 
-def quant_linear(weight: Tensor) -> QuantLinear:
-    """A ``QuantLinear`` without bias that holds ``weight [N, K]``."""
-    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return QuantLinear.from_linear(linear)
+def linear_of(weight: Tensor) -> nn.Linear:
+    """A float layer without bias that holds ``weight [N, K]``."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks.roofline import Roofline, geometric_mean
+from qgemm.version import __version__
 
-PACKAGES = ("torch", "triton", "transformers", "qgemm", "vllm", "torchao", "gemlite", "bitsandbytes")
+PACKAGES = ("torch", "triton", "transformers", "vllm", "torchao", "gemlite", "bitsandbytes")
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,7 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Writes the run as JSON, in place of what was there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_json(path, asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> "Run":
@@ -129,6 +129,17 @@ def speedups(
     return {M: Spread(geometric_mean(values), min(values), max(values)) for M, values in ratios.items()}
 
 
+def write(path: Path, text: str) -> None:
+    """Writes ``text`` and an end of line, into a folder that is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def write_json(path: Path, values: object) -> None:
+    """Writes what was measured as JSON, as ``write`` does."""
+    write(path, json.dumps(values, indent=1))
+
+
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     """The device, the versions, the commit and the time. ``commit``: of a copy of the tree that git doesn't know."""
     versions = {}
@@ -137,10 +148,7 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    if "qgemm" not in versions:
-        from qgemm import __version__
-
-        versions["qgemm"] = __version__
+    versions["qgemm"] = __version__
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({_cpu_name()})",
         "threads": torch.get_num_threads(),

@@ -185,8 +185,7 @@ def _count(shape: ModelShape, scheme: str, layers: int, options: Mapping[str, An
     head = model.get_output_embeddings()
     head_bytes = 0 if isinstance(head, QuantLayer) else head.weight.nbytes
     if latent := getattr(config, "kv_lora_rank", None):
-        token = cut_token = 2 * layers * (latent + config.qk_rope_head_dim)
-        cut_token = 0
+        token, cut_token = 2 * layers * (latent + config.qk_rope_head_dim), 0
     else:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         token = cut_token = 4 * layers * config.num_key_value_heads * size

@@ -30,7 +30,7 @@ def report(run: Run, markdown: bool = False) -> str:
     heading = "## " if markdown else ""
     parts = [describe(run)]
     if any(one.us and one.provider == OURS for one in run.measurements):
-        over, families = _summary_families(run.measurements)
+        over, families = summary_families(run.measurements)
         parts += [
             f"{heading}Times as fast as others over {over}: geometric mean (minimum)",
             render(summary_table(run.measurements, families), markdown),
@@ -65,7 +65,8 @@ def describe(run: Run) -> str:
     )
 
 
-def _summary_families(measurements: Sequence[Measurement]) -> tuple[str, tuple[str, ...] | None]:
+def summary_families(measurements: Sequence[Measurement]) -> tuple[str, tuple[str, ...] | None]:
+    """What means are over, in words, and the families of those shapes; None for all."""
     shapes = {(one.N, one.K) for one in measurements if one.family in SUMMARY_FAMILIES}
     if shapes:
         return f"{len(shapes)} weight shape{'s' * (len(shapes) > 1)} of Llama 3", SUMMARY_FAMILIES
@@ -77,7 +78,7 @@ def summary_table(measurements: Sequence[Measurement], families: Sequence[str] |
     columns = {
         f"{name}, {level}": speedups(measurements, level, name, OURS, families)
         for level in ("gemm", "layer")
-        for name in _providers(measurements, level)
+        for name in providers_at(measurements, level)
         if name != OURS
     }
     columns = {title: spreads for title, spreads in columns.items() if spreads}
@@ -91,7 +92,7 @@ def summary_table(measurements: Sequence[Measurement], families: Sequence[str] |
 def shape_table(measurements: Sequence[Measurement], level: str) -> Table:
     """Every shape and M: microseconds of each provider, and how near qgemm comes to the limits."""
     found = {(one.N, one.K, one.M, one.provider): one for one in measurements if one.level == level}
-    names = _providers(measurements, level)
+    names = providers_at(measurements, level)
     rows = []
     last = None
     for N, K, M in dict.fromkeys(key[:3] for key in found):
@@ -174,7 +175,8 @@ def reasons(measurements: Sequence[Measurement]) -> list[str]:
     ]
 
 
-def _providers(measurements: Sequence[Measurement], level: str) -> list[str]:
+def providers_at(measurements: Sequence[Measurement], level: str) -> list[str]:
+    """The names of those with measurements at ``level``, in their order."""
     return list(dict.fromkeys(one.provider for one in measurements if one.level == level))
 
 

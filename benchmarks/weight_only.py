@@ -8,7 +8,6 @@ float64.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import BUSY_ROWS, HOST_SHAPE, random_operand
-from benchmarks.results import environment
+from benchmarks.measure import HOST_SHAPE, effort_for, random_operand
+from benchmarks.providers import linear_of
+from benchmarks.results import environment, write_json
 from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import CPU_SHAPES, SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
 from benchmarks.tables import Table, render
@@ -27,7 +27,7 @@ from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.scheme import resolve_scheme
 from qgemm_cli.check import largest_errors
-from qgemm_cli.timing import QUICK, SUSTAINED, Effort, Pass, copy_count, host_seconds, median_seconds
+from qgemm_cli.timing import QUICK, Effort, Pass, copy_count, host_seconds, median_seconds
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 HOST_ROWS = (1, 16, 256)
@@ -57,8 +57,7 @@ def measure(
 ) -> list[Result]:
     """The results of one weight: for each M, the schemes in order."""
     weight = random_operand(shape.N, shape.K, device)
-    linear = nn.Linear(shape.K, shape.N, bias=False, device="meta", dtype=weight.dtype)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear = linear_of(weight)
     copies: dict[str, list[Any]] = {FLOAT: [weight.clone() for _ in range(copy_count(weight.nbytes, device))]}
     exact, bound = {}, {}
     for scheme in schemes:
@@ -80,8 +79,7 @@ def measure(
                 raise ValueError(
                     f"{scheme} is wrong: relative error {errors[scheme]:.3g} at {shape.N} x {shape.K}, {M}"
                 )
-        busy = M >= BUSY_ROWS and device.type == "cuda" and effort == Effort()
-        seconds = median_seconds(passes, SUSTAINED if busy else effort, device)
+        seconds = median_seconds(passes, effort_for(M, effort, device), device)
         for scheme in schemes:
             time, stored = seconds[scheme], exact[scheme].weight.nbytes + exact[scheme].weight_scale.nbytes
             rate = stored / time / 1e12
@@ -91,9 +89,7 @@ def measure(
 
 def measure_host(schemes: Sequence[str], device: torch.device) -> dict[str, dict[int, float]]:
     """Microseconds of the host for one eager call of each layer, by scheme, then by rows of ``HOST_ROWS``."""
-    weight = random_operand(HOST_SHAPE.N, HOST_SHAPE.K, device)
-    linear = nn.Linear(HOST_SHAPE.K, HOST_SHAPE.N, bias=False, device="meta", dtype=weight.dtype)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear = linear_of(random_operand(HOST_SHAPE.N, HOST_SHAPE.K, device))
     layers: dict[str, nn.Module] = {FLOAT: linear} | {
         one: linear_class(one).from_linear(linear, one) for one in schemes
     }
@@ -166,7 +162,7 @@ def main() -> None:
     if options.out:
         contents = {"environment": environment(device, options.commit), "results": [asdict(one) for one in results]}
         contents["host"] = host
-        options.out.write_text(json.dumps(contents, indent=1) + "\n")
+        write_json(options.out, contents)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ ShardSize = Annotated[str, typer.Option(help='The maximum size of a file: a numb
 def _print_version(wanted: bool) -> None:
     if wanted:
         try:
-            typer.echo(metadata.version("qgemm"))
+            typer.echo(metadata.version("qgemm-torch"))
         except metadata.PackageNotFoundError:  # run from its sources, which are not installed
             from qgemm import __version__
 

@@ -27,6 +27,7 @@ from qgemm.checkpoint.recognition import FP8_DTYPES
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.numerics.packing import packed_width
+from qgemm_cli.reading import Checkpoint
 
 MATRICES = ("linear", "experts")
 """The kinds of layers that take part in matrix products, and so can be quantized."""
@@ -90,21 +91,17 @@ def is_scale(leaf: str) -> bool:
     return leaf == "SCB" or leaf.endswith(("scale", "scales", "scale_inv", "absmax"))
 
 
-def find_layers(
-    stored: dict[str, StoredTensor], bits: int | None = None, contents: Contents | None = None
-) -> list[StoredLayer]:
-    """The layers that ``stored`` holds, in its order. ``bits``: of packed weights, by the config; 4 if None.
-
-    ``contents``: what ``load_quantized`` takes them for, if it reads them.
-    """
+def find_layers(checkpoint: Checkpoint) -> list[StoredLayer]:
+    """The layers that ``checkpoint`` holds, in its order; packed weights have 4 bits if the config doesn't say."""
     modules: dict[str, dict[str, StoredTensor]] = {}
-    for name, tensor in stored.items():
+    for name, tensor in checkpoint.stored.items():
         if match := _FOUR_BIT_STATE.fullmatch(name):
             module, leaf = match.groups()
         else:
             module, _, leaf = name.rpartition(".")
         modules.setdefault(module, {})[leaf] = tensor
-    return [layer for name, tensors in modules.items() for layer in _layers_of(name, tensors, bits or 4, contents)]
+    bits, contents = checkpoint.bits or 4, checkpoint.contents
+    return [layer for name, tensors in modules.items() for layer in _layers_of(name, tensors, bits, contents)]
 
 
 def _layers_of(

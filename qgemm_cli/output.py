@@ -58,9 +58,7 @@ def print_lines(lines: Iterable[str]) -> None:
         console.print(Text(line))
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", right: Iterable[int] = ()
-) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int]) -> None:
     """A table on standard output; ``right`` has the columns that are aligned to the right.
 
     Where a terminal is too narrow for it, text is folded, never numbers; where that isn't enough, each row is a block
@@ -79,15 +77,12 @@ def print_table(
         if sum(natural if gap > 1 else least) <= room:
             break
     else:
-        for line in _blocks(title, columns, cells):
+        for line in _blocks(columns, cells):
             console.print(line)
         return
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1 if gap > 1 else 0),
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
         pad_edge=False,
     )
     for index, (name, width) in enumerate(zip(columns, _shrunk(natural, least, room), strict=True)):
@@ -105,8 +100,8 @@ def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int
     return widths
 
 
-def _blocks(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[Text]:
-    yield Text(title, style="bold")
+def _blocks(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[Text]:
+    yield Text()
     for first, *others in rows:
         yield Text(first, style="bold")
         yield from (Text(f"  {name}: {cell}") for name, cell in zip(columns[1:], others, strict=True) if cell)

@@ -118,9 +118,7 @@ def _missing_blocks(checkpoint: Checkpoint) -> Iterator[str]:
             yield f"{prefix} has {len(present)} of {wanted} blocks{which}"
 
 
-def values_to_check(
-    checkpoint: Checkpoint, scales: Container[str], owners: Container[str] = ()
-) -> dict[str, StoredTensor]:
+def values_to_check(checkpoint: Checkpoint, scales: Container[str], owners: Container[str]) -> dict[str, StoredTensor]:
     """The tensors that ``damaged_values`` is to read: ``scales``, ``owners``, and all of a file with checksums."""
     checked = {path for path in checkpoint.files if has_checksums(path)}
     return {

@@ -329,7 +329,7 @@ def _in_files(checkpoint: Checkpoint, source: Source) -> dict[str, FloatTensor]:
     in_files: dict[str, FloatTensor] = {}
     contents = checkpoint.contents
     schemes = {} if contents is None else contents.manifest.layers
-    for layer in find_layers(checkpoint.stored, checkpoint.bits, checkpoint.contents):
+    for layer in find_layers(checkpoint):
         if contents is not None and contents.is_foreign and layer.name in schemes:
             in_files.update(_of_foreign(layer, source, contents))
         else:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from test_benchmarks_accuracy_outliers import tiny_llama
 
-from benchmarks.accuracy.vllm_tokens import MAX_GAP, Checked, gaps, prompts_of, table
+from benchmarks.accuracy.vllm_tokens import MAX_GAP, Checked, gaps_of_answers, prompts_of, table
 
 
 def test_prompts_of_many_lengths() -> None:
@@ -23,10 +23,10 @@ def test_gaps_of_the_largest_logit_and_of_others() -> None:
     for prompt in prompts:
         out = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=-1)
         answers.append(out[0, len(prompt) :].tolist())
-    found = gaps(model, prompts, answers)
+    found = gaps_of_answers(model, prompts, answers)
     assert [each.tolist() for each in found] == [[0.0] * 6] * 2
     answers[1][2] = int(model(torch.tensor([[8, *answers[1][:2]]])).logits[0, -1].argmin())
-    found = gaps(model, prompts, answers)
+    found = gaps_of_answers(model, prompts, answers)
     assert not found[0].any()
     assert found[1][2] > MAX_GAP
     assert not found[1][:2].any()

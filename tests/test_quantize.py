@@ -314,7 +314,8 @@ def test_a_second_call_says_so() -> None:
     ("model", "options", "message"),
     [
         (nn.Sequential(nn.ReLU()), {}, "Sequential has no linear layer"),
-        (nn.Linear(4, 4), {}, "Linear is itself a layer.*QuantLinear.from_linear"),
+        (nn.Linear(4, 4), {}, "it is the model itself: put it into a module, such as nn.Sequential"),
+        (nn.GRU(4, 4), {}, r"of GRU stay in float \(1 x there is no quantized GRU\)"),
         (Stack(1), {"skip": "*"}, r"all 3 linear layers of Stack stay in float \(3 x skip='\*'\)"),
     ],
 )

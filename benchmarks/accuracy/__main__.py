@@ -20,7 +20,7 @@ from benchmarks.accuracy.measure import QUICK, Effort, pending
 from benchmarks.accuracy.peers import PEERS, installed_peers
 from benchmarks.accuracy.results import MINILM, SUBJECTS, Result, Run
 from benchmarks.accuracy.variants import Variant, named, variants
-from benchmarks.results import environment
+from benchmarks.results import environment, write
 
 PACKAGES = ("transformers", "llmcompressor", "bitsandbytes", "torchao")
 """Whose versions matter here, beside those of all benchmarks."""
@@ -32,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> Run:
     run = Run.load(args.load) if args.load else _measure(args)
     print(tables.report(run))
     if args.markdown:
-        args.markdown.parent.mkdir(parents=True, exist_ok=True)
-        args.markdown.write_text(tables.report(run, markdown=True) + "\n", encoding="utf-8")
+        write(args.markdown, tables.report(run, markdown=True))
     if args.document:
         tables.put_into(args.document, run)
     if args.plot:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import write_json
+
 PLAIN, OUTLIERS, MINILM = "plain", "outliers", "minilm"
 SUBJECTS = (PLAIN, OUTLIERS, MINILM)
 """The language model as it was trained, with outlier channels, and all-MiniLM-L6-v2."""
@@ -59,8 +61,7 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Writes the run as JSON, in place of what was there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_json(path, asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> Run:

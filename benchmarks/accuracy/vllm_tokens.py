@@ -13,7 +13,6 @@ and a wrong token is several below.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -29,7 +28,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import qgemm
-from benchmarks.results import environment
+from benchmarks.models.measure import gaps
+from benchmarks.results import environment, write_json
 from benchmarks.tables import Table, render
 
 MAX_GAP = 0.1
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Checked]:
     print(f"{about['device']}, {about['versions']}, commit {about['commit']}\n")
     print(render(table(checked), markdown=True))
     if args.json:
-        args.json.write_text(json.dumps([about, *map(asdict, checked)], indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, [about, *map(asdict, checked)])
     if not all(one.gap <= MAX_GAP for one in checked):
         sys.exit(1)
     return checked
@@ -73,16 +73,12 @@ def prompts_of(tokens: Tensor, count: int, longest: int) -> list[list[int]]:
     return [tokens[start : start + 1 + at % longest].tolist() for at, start in enumerate(starts)]
 
 
-@torch.no_grad()
-def gaps(model: Any, prompts: Sequence[list[int]], answers: Sequence[Sequence[int]]) -> list[Tensor]:
-    """How far the logit of each token of an answer is below the largest, in standard deviations of the logits."""
-    found = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([[*prompt, *answer]], device=model.device)
-        logits = model(ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
-        chosen = logits.gather(-1, ids[0, -len(answer) :, None]).squeeze(-1)
-        found.append(((logits.amax(-1) - chosen) / logits.std(-1)).cpu())
-    return found
+def gaps_of_answers(model: Any, prompts: Sequence[list[int]], answers: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The gap of each token of each answer."""
+    return [
+        gaps(model, torch.tensor([[*prompt, *answer]], device=model.device), len(answer))[0].cpu()
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 def table(checked: Sequence[Checked]) -> Table:
@@ -109,7 +105,7 @@ def _check(args: argparse.Namespace, scheme: str, prompts: list[list[int]], devi
         # Of its own, since vLLM takes most of a GPU's memory, and gives it back when it ends.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             answers = process.submit(_answers, folder, prompts, args.new, options).result()
-    found = gaps(model.to(device), prompts, answers)
+    found = gaps_of_answers(model.to(device), prompts, answers)
     together = torch.cat(found)
     return Checked(
         scheme, args.dtype, len(together), int((together == 0).sum()), len(found),

@@ -26,7 +26,7 @@ from benchmarks.models.providers import PROVIDERS
 from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, HTTP, PREFILL, SERVE, Figure, Run, extrapolated
 from benchmarks.models.shapes import MODELS
 from benchmarks.models.worker import Job
-from benchmarks.results import environment
+from benchmarks.results import environment, write
 
 MEASURES = (PREFILL, DECODE, SERVE, HTTP, FIRST_TOKEN, ENCODE)
 QUICK = Sizes(
@@ -48,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> Run:
         _measure(run, args)
     print(tables.report(run))
     if args.markdown:
-        args.markdown.parent.mkdir(parents=True, exist_ok=True)
-        args.markdown.write_text(tables.report(run, markdown=True) + "\n", encoding="utf-8")
+        write(args.markdown, tables.report(run, markdown=True))
     if args.plot and plots.draw(run, args.plot):
         print(f"wrote {args.plot}")
     return run

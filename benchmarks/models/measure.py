@@ -108,7 +108,7 @@ def measure_decoder(
     if FIRST_TOKEN in wanted:
         yield from _first_call(model, provider, sizes, base)
         return
-    ids = _tokens(model, 2, 64)
+    ids = random_tokens(model, 2, 64)
     reference = _logits(model, ids)
     notes = provider.prepare(model)
     base = replace(base, note="; ".join(notes), weight_bytes=_allocated(device))
@@ -128,9 +128,9 @@ def measure_decoder(
     if DECODE not in wanted:
         return
     with _noting(notes):
-        gap = _decoded_gap(model, provider, sizes)
+        found = _decoded_gaps(model, provider, sizes)
     base = replace(base, note="; ".join(dict.fromkeys(notes)))
-    if reason := _wrong(gap):
+    if reason := _wrong(found):
         yield replace(base, measure=DECODE, reason=reason)
         return
     for context in sizes.contexts:
@@ -157,14 +157,14 @@ def _measured(figure: Figure, device: torch.device, measure: Callable[..., Figur
 
 
 def _prefill(figure: Figure, model: Any, batch: int, length: int, rounds: int) -> Figure:
-    ids = _tokens(model, batch, length)
+    ids = random_tokens(model, batch, length)
     seconds = median_seconds(lambda: model(ids, use_cache=True, logits_to_keep=1), rounds)
     return replace(figure, batch=batch, context=length, value=batch * length / seconds)
 
 
 def _decode(figure: Figure, model: Any, provider: Provider, batch: int, context: int, sizes: Sizes) -> Figure:
-    ids, new = _tokens(model, batch, context), sizes.new_tokens(batch, context)
-    run = functools.partial(_generate, model, provider, ids)
+    ids, new = random_tokens(model, batch, context), sizes.new_tokens(batch, context)
+    run = functools.partial(generate, model, provider, ids)
     return replace(figure, value=decoding_rate(run, batch, new, sizes.rounds))
 
 
@@ -204,7 +204,7 @@ def wrong_answer(model: Any, requests: Sequence[Request], answers: Sequence[list
     """Why the first wrong one of a few is wrong, by the model's own forward; empty if all are right."""
     for request, answer in zip(requests[:CHECKED_REQUESTS], answers, strict=False):
         ids = torch.tensor([request.prompt + answer], device=model.device)
-        if reason := _wrong(_gap(model, ids, request.new)):
+        if reason := _wrong(gaps(model, ids, request.new)):
             return reason
     return ""
 
@@ -236,11 +236,11 @@ def _options_of_a_cpu(requests: Sequence[Request]) -> dict[str, Any]:
 
 def _first_call(model: Any, provider: Provider, sizes: Sizes, base: Figure) -> Iterator[Figure]:
     """From the float model on: preparation, compilation, capture of graphs, prefill of one prompt, and all tokens."""
-    ids, times = _tokens(model, 1, min(sizes.contexts)), _Times()
+    ids, times = random_tokens(model, 1, min(sizes.contexts)), _Times()
     start = _now()
     notes = provider.prepare(model)
     called = _now()
-    _generate(model, provider, ids, sizes.first, streamer=times)
+    generate(model, provider, ids, sizes.first, streamer=times)
     end = _now()
     base = replace(base, batch=1, context=ids.shape[1], note="; ".join(notes))
     yield replace(base, measure=FIRST_TOKEN, value=times.puts[1] - start)
@@ -271,7 +271,7 @@ def measure_encoder(
         bases[provider.name] = Figure(shape.name, layers, provider.name, ENCODE, note="; ".join(notes))
     reference = models[BASE] if BASE in models else shape.build(device, layers)
     for batch in sizes.sentences:
-        ids = _tokens(reference, batch, sizes.sentence)
+        ids = random_tokens(reference, batch, sizes.sentence)
         with torch.no_grad():
             expected = reference(ids).last_hidden_state.flatten(1)
             found = {name: model(ids).last_hidden_state.flatten(1) for name, model in models.items()}
@@ -336,7 +336,8 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _generate(model: Any, provider: Provider, ids: Tensor, new: int, **more: Any) -> Tensor:
+def generate(model: Any, provider: Provider, ids: Tensor, new: int, **more: Any) -> Tensor:
+    """``ids`` and ``new`` greedy tokens after each row, as ``provider`` calls it; ``more``: of its options on a GPU."""
     options = {**provider.options, **more} if ids.device.type == "cuda" else more
     result: Tensor = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, **options
@@ -344,26 +345,28 @@ def _generate(model: Any, provider: Provider, ids: Tensor, new: int, **more: Any
     return result
 
 
-def _decoded_gap(model: Any, provider: Provider, sizes: Sizes) -> float:
-    """The largest distance of a generated token's logit to the maximum, as ``MAX_GAP`` has it.
-
-    Of the first size that is timed: what compiles for each size does so once.
-    """
+def _decoded_gaps(model: Any, provider: Provider, sizes: Sizes) -> Tensor:
+    """Of the tokens of the first size that is timed: what compiles for each size does so once."""
     batch, context = sizes.batches[0], sizes.contexts[0]
-    ids, new = _tokens(model, batch, context), sizes.new_tokens(batch, context)
-    with torch.no_grad():
-        return _gap(model, _generate(model, provider, ids, new), new)
+    ids, new = random_tokens(model, batch, context), sizes.new_tokens(batch, context)
+    return gaps(model, generate(model, provider, ids, new), new)
 
 
-def _gap(model: Any, tokens: Tensor, new: int) -> float:
-    """As ``MAX_GAP`` has it, the largest of the last ``new`` tokens."""
+@torch.no_grad()
+def gaps(model: Any, tokens: Tensor, new: int) -> Tensor:
+    """How far the logit of each of the last ``new`` tokens is below the largest, in standard deviations, ``[B, new]``.
+
+    By the model's own forward of ``tokens [B, S]``.
+    """
     logits = model(tokens, logits_to_keep=new + 1).logits[:, :-1].float()
     chosen = logits.gather(-1, tokens[:, -new:, None]).squeeze(-1)
-    return float(((logits.amax(-1) - chosen) / logits.std(-1)).max())
+    found: Tensor = (logits.amax(-1) - chosen) / logits.std(-1)
+    return found
 
 
-def _wrong(gap: float) -> str:
-    """The reason why tokens with that gap, NaN too, have no figure; empty if they are right."""
+def _wrong(found: Tensor) -> str:
+    """The reason why tokens with these gaps, NaN too, have no figure; empty if they are right."""
+    gap = float(found.max())
     if gap <= MAX_GAP:
         return ""
     return f"wrong output: a generated token's logit is {gap:.2g} standard deviations below the largest"
@@ -404,7 +407,8 @@ def _logits_of_float_products(model: Any, ids: Tensor) -> Tensor:
             del layer.compute
 
 
-def _tokens(model: Any, batch: int, length: int) -> Tensor:
+def random_tokens(model: Any, batch: int, length: int) -> Tensor:
+    """Prompts ``[batch, length]`` for ``model``, always the same."""
     generator = torch.Generator().manual_seed(batch * 100003 + length)
     ids = torch.randint(1, model.config.vocab_size, (batch, length), generator=generator)
     return ids.to(next(model.parameters()).device)

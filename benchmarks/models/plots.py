@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.models.providers import BASE
 from benchmarks.models.results import FIRST_TOKEN, Run
-from benchmarks.models.tables import _row_name
+from benchmarks.models.tables import row_name
 
 
 def draw(run: Run, path: Path) -> bool:
@@ -42,7 +42,7 @@ def draw(run: Run, path: Path) -> bool:
                 rows, values = zip(*points, strict=True)
                 bars = panel.barh(rows, values, width, label=name)
                 panel.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
-        panel.set_yticks([row + 0.4 - width / 2 for row in range(len(sizes))], [_row_name(size) for size in sizes])
+        panel.set_yticks([row + 0.4 - width / 2 for row in range(len(sizes))], [row_name(size) for size in sizes])
         panel.invert_yaxis()
         panel.set_title(f"{model[0]}, {model[1]} layers", fontsize=10)
         panel.grid(axis="x", alpha=0.3)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import write_json
+
 PREFILL, DECODE, SERVE, ENCODE = "prefill", "decode", "serve", "encode"
 FIRST_TOKEN, FIRST_CALL = "first token", "first call"
 HTTP, STREAM = "http", "http stream"
@@ -65,8 +67,7 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Writes the run as JSON, in place of what was there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_json(path, asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> Run:

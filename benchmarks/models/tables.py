@@ -36,7 +36,7 @@ def speed_table(figures: Sequence[Figure]) -> Table:
     rows = []
     for size in dict.fromkeys(one.size for one in figures if one.value):
         base = found.get((size, BASE))
-        rows.append([_row_name(size), *(_cell(found.get((size, name)), base) for name in names)])
+        rows.append([row_name(size), *(_cell(found.get((size, name)), base) for name in names)])
     return ["", *names], rows
 
 
@@ -55,7 +55,8 @@ def memory_table(figures: Sequence[Figure]) -> Table:
     return ["", "weights, GB", "peak, GB", "minimum cosine of outputs"], rows
 
 
-def _row_name(size: tuple[str, int, int, str]) -> str:
+def row_name(size: tuple[str, int, int, str]) -> str:
+    """``Figure.size`` in words."""
     measure, batch, context, cache = size
     if measure in (SERVE, HTTP, STREAM):
         return f"{measure}, {batch} requests of up to {context} tokens"
@@ -64,7 +65,7 @@ def _row_name(size: tuple[str, int, int, str]) -> str:
 
 
 def _said(one: Figure) -> str:
-    return f"{one.model}, {_row_name(one.size)}" if one.batch else f"{one.model}, {one.measure}"
+    return f"{one.model}, {row_name(one.size)}" if one.batch else f"{one.model}, {one.measure}"
 
 
 def _cell(one: Figure | None, base: Figure | None) -> str:

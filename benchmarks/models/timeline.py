@@ -7,7 +7,6 @@ step to step, and drawn on one scale of time with the others.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,10 +15,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.models.measure import _generate, _tokens
+from benchmarks.models.measure import generate, random_tokens
 from benchmarks.models.providers import PROVIDERS
 from benchmarks.models.shapes import MODELS
-from benchmarks.results import environment
+from benchmarks.results import environment, write_json
 from benchmarks.tables import Table, render
 
 NEW = 12
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[Kernel]]:
     print(f"{title}, commit {about['commit']}\n{render(table(steps), markdown=True)}")
     if args.json:
         values = {"environment": about, "steps": {name: [asdict(one) for one in step] for name, step in steps.items()}}
-        args.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, values)
     if args.plot:
         draw(steps, title, args.plot)
     return steps
@@ -85,12 +84,12 @@ def _record(args: argparse.Namespace, name: str, device: torch.device) -> list[K
     provider = PROVIDERS[name]
     model = MODELS[args.model].build(device, args.layers)
     provider.prepare(model)
-    ids = _tokens(model, args.batch, args.context)
+    ids = random_tokens(model, args.batch, args.context)
     for _ in range(2):
-        _generate(model, provider, ids, NEW)
+        generate(model, provider, ids, NEW)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        _generate(model, provider, ids, NEW)
+        generate(model, provider, ids, NEW)
         torch.cuda.synchronize()
     every: Any = found.events()
     # Compiled graphs are spans around their kernels.

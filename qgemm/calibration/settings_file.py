@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qgemm.arguments import shortened
 from qgemm.checkpoint.disk import open_regular, replacing
+from qgemm.checkpoint.layout import unique_names
 
 
 def write_settings(path: str | Path, values: dict[str, Any]) -> None:
@@ -32,20 +32,10 @@ def read_settings(path: str | Path, kind: str, max_bytes: int) -> Any:
         raise ValueError(f"{path} is not {kind}: it has more than {max_bytes} bytes")
     is_json = Path(path).suffix == ".json"
     try:
-        return json.loads(content, object_pairs_hook=_mapping) if is_json else _parse_yaml(content)
+        return json.loads(content, object_pairs_hook=unique_names) if is_json else _parse_yaml(content)
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"{path}: it is not valid {'JSON' if is_json else 'YAML'} for {kind}: {text}") from error
-
-
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    _check_once([key for key, _ in pairs])
-    return dict(pairs)
-
-
-def _check_once(keys: list[Any]) -> None:
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"{shortened(twice[0])} appears twice")
 
 
 def _parse_yaml(content: bytes) -> Any:
@@ -59,7 +49,7 @@ def _parse_yaml(content: bytes) -> Any:
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            _check_once([self.construct_object(key, deep=True) for key, _ in node.value])
+            unique_names([(self.construct_object(key, deep=True), None) for key, _ in node.value])
             return super().construct_mapping(node, deep=deep)
 
     try:

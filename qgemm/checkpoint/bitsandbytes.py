@@ -21,7 +21,6 @@ from torch import Tensor
 from qgemm.checkpoint import bitsandbytes_4bit
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import split_name
 from qgemm.numerics.formats import INT8, MIN_SCALE
@@ -39,7 +38,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     threshold = quantization.get("llm_int8_threshold", _THRESHOLD)
     if type(threshold) not in (int, float):
         raise CheckpointError(f"{config_path}: llm_int8_threshold is {threshold!r}; it must be a number")
-    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    contents = Contents.of_files(stored)
     for name, tensor in stored.items():
         layer, leaf = split_name(name)
         if leaf == "SCB":

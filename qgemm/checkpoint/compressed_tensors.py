@@ -27,7 +27,6 @@ from qgemm.checkpoint.compressed_tensors_groups import (
 from qgemm.checkpoint.compressed_tensors_layers import LEAVES, Layer, note_layer, problem_with
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import split_name
 
@@ -43,7 +42,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     ``CheckpointError``, naming group and layer, for what qgemm can't compute.
     """
     groups = _parse_groups(quantization, stored, config_path)
-    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    contents = Contents.of_files(stored)
     for layer in _find_layers(stored):
         group = _group_of(layer, groups, config_path)
         note_layer(contents, layer, group)

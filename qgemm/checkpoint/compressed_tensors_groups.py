@@ -1,7 +1,7 @@
 """The ``config_groups`` of compressed-tensors as values: which layers a group means, and the scheme that computes it.
 
 A group quantizes the weights of its targets, and perhaps their inputs: integers or floats of so many bits, with a scale
-for a tensor, a channel, a token, groups along K, or blocks. ``parse_groups`` says which of qgemm's schemes that is, or
+for a tensor, a channel, a token, groups along K, or blocks. ``parse_group`` says which of qgemm's schemes that is, or
 why it is none. Where qgemm has the weights but leaves activations in float that the file rounds, the group has a
 ``note``: the result is closer to the float model than the file asks for, and the user is told.
 

@@ -81,6 +81,11 @@ class Contents:
     # The tensors of the model that are not just read: by which conversion, and which of its targets.
     _made: dict[str, tuple[Conversion, int]] = field(default_factory=dict)
 
+    @classmethod
+    def of_files(cls, stored: dict[str, StoredTensor]) -> Contents:
+        """Another library's files as they are, before anything is known of their layers."""
+        return cls(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+
     def convert(
         self,
         name: str,

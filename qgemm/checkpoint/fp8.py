@@ -24,7 +24,6 @@ from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.float_layers import SCALE_DTYPES, check_scale, note_fp8, note_input_scale
-from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.signs import note_scaled
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
@@ -51,7 +50,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         raise unsupported(f"{config_path}: weight_block_size is {block!r}; qgemm computes blocks of 128 x 128")
     if scheme not in ("dynamic", "static"):
         raise CheckpointError(f"{config_path}: activation_scheme is {scheme!r}; it must be 'dynamic' or 'static'")
-    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    contents = Contents.of_files(stored)
     for layer, leaf in _find_layers(contents):
         _note_layer(contents, layer, leaf, block is not None, scheme == "static", config_path)
     for experts, leaf in _find_experts(contents):
@@ -131,7 +130,7 @@ def _note_layer(contents: Contents, layer: str, leaf: str, in_blocks: bool, is_s
 
 def read_fbgemm(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """The contents of a checkpoint of FBGEMM's fp8; raises as ``read`` does."""
-    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    contents = Contents.of_files(stored)
     for layer, leaf in _find_layers(contents):
         _note_layer(contents, layer, leaf, False, False, config_path)
     for experts, leaf in _find_experts(contents):

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.words import unpack_nibbles
 from qgemm.nn.float_experts import gates_first
@@ -32,7 +31,8 @@ _GROUP = 32
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """Every pair of ``..._blocks`` and ``..._scales``; raises ``CheckpointError`` unless they fit each other."""
-    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True, interleaves_experts=True)
+    contents = Contents.of_files(stored)
+    contents.interleaves_experts = True
     for name, blocks in stored.items():
         weight = name.removesuffix(_BLOCKS)
         if weight == name:

@@ -18,6 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qgemm.arguments import shortened
 from qgemm.checkpoint.disk import check_regular, open_regular, reading
 from qgemm.checkpoint.errors import CheckpointError
 
@@ -252,13 +253,13 @@ def _constant(name: str) -> float:
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, as it is parsed; raises ``ValueError`` if a name appears twice."""
+    """A mapping of JSON or YAML, as it is parsed; raises ``ValueError`` if a name appears twice."""
     # Which of two is meant can't be known, and readers differ.
     values = dict(pairs)
     if len(values) < len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"{name!r} appears twice")
+                raise ValueError(f"{shortened(name, 200)} appears twice")
             seen.add(name)
     return values

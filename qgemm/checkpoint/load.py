@@ -91,7 +91,7 @@ def _read(
     folder: Path,
     model: nn.Module | Callable[[], nn.Module] | None,
     device: torch.device,
-    scheme: QuantScheme | None = None,
+    scheme: QuantScheme | None,
 ) -> tuple[Matching, dict[str, Tensor]]:
     found = find_matching(folder, model, scheme)
     values: dict[str, Tensor] = {}

@@ -7,8 +7,10 @@ stays as it is, and then finds no place in the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -91,22 +93,29 @@ def fuse_experts(contents: Contents, model: nn.Module, config_path: Path) -> set
     Symmetric layers among asymmetric ones get zero points of 0. Raises ``CheckpointError`` if the experts of a module
     aren't all quantized, and in one scheme, or if their shapes differ.
     """
-    fused = set()
+    holders = {name[: first.start()] for name in contents.manifest.layers for first in re.finditer(r"\.0(?=\.)", name)}
+    found = {}
     for path, module in model.named_modules():
-        if not any(name.startswith(f"{path}.0.") for name in contents.manifest.layers):
-            continue
-        try:
-            source = describe_experts(module)
-        except UnknownExperts:
-            continue  # a list of modules, one for each expert, or what the caller refuses
+        if path in holders:
+            try:
+                found[path] = describe_experts(module)
+            except UnknownExperts:
+                continue  # a list of modules, one for each expert, or what the caller refuses
+    _check_alike(contents, found)
+    for path, source in found.items():
         _fuse(contents, path, source, config_path)
-        fused.add(path)
-    return fused
+    return set(found)
+
+
+def _leaves_in(contents: Contents, path: str) -> tuple[str, str, str]:
+    """What the layers of the experts ``path`` are called."""
+    layers = contents.manifest.layers
+    return next((leaves for leaves in _LEAVES if f"{path}.0.{leaves[2]}" in layers), _LEAVES[0])
 
 
 def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path) -> None:
     layers, E = contents.manifest.layers, source.num_experts
-    gate, up, down = next((leaves for leaves in _LEAVES if f"{path}.0.{leaves[2]}" in layers), _LEAVES[0])
+    gate, up, down = _leaves_in(contents, path)
     wide, narrow = source.intermediate_size, source.hidden_size
     halves = [gate, up] if source.activation.gated else [up]
     singles = [f"{path}.{expert}.{leaf}" for expert in range(E) for leaf in (*halves, down)]
@@ -115,37 +124,36 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
             f"{config_path.parent} lacks {missing[0]} quantized: all experts of a layer must be, or none"
         )
     fused, activation = _in_one_scheme(contents, path, singles, config_path)
-    scales = [[f"{path}.{expert}.{leaf}.weight_global_scale" for expert in range(E)] for leaf in (gate, up)]
-    if source.activation.gated and scales[0][0] in contents.headers:
-        _check_alike(contents, *scales)
     for name, leaves, shape in (
         ("gate_up_proj", halves, (wide, narrow)),
         ("down_proj", [down], (narrow, wide)),
     ):
-        for expert in range(E):
-            for index, leaf in enumerate(leaves):
-                layer = f"{path}.{expert}.{leaf}"
-                scheme = layers.pop(layer)
-                if (found := contents.shapes.pop(layer, shape)) != shape:
-                    raise CheckpointError(
-                        f"{config_path.parent}: layer {layer} has the shape {list(found)}; the model's is {list(shape)}"
-                    )
-                one = linear_class(scheme)(shape[1], shape[0], source.has_bias, "meta", scheme=scheme)
-                if problem := _why_apart(scheme, one, len(leaves)):
-                    raise CheckpointError(f"{config_path}: {layer} is an expert in {scheme.name}, {problem}")
-                for own in one.whole_names:
-                    if index == 0:
-                        shape_of_it = tuple(one._parameters[own].shape)  # type: ignore[union-attr]
-                        target = f"{path}.{name}{own.removeprefix('weight')}"
-                        contents.merge(target, f"{layer}.{own}", shape_of_it, (E, *shape_of_it), (expert,))
-                    else:
-                        contents.leave_out(f"{layer}.{own}")
-                for own in (*one.row_names, *(["bias"] if source.has_bias else [])):
-                    rows, *columns = one._parameters[own].shape  # type: ignore[union-attr]
-                    place = (expert, slice(index * rows, (index + 1) * rows))
-                    target = f"{path}.{name}{own.removeprefix('weight') if own != 'bias' else '_bias'}"
-                    whole = (E, rows * len(leaves), *columns)
-                    contents.merge(target, f"{layer}.{own}", (rows, *columns), whole, place)
+        made: dict[QuantScheme, LinearLayer] = {}
+        for expert, (index, leaf) in product(range(E), enumerate(leaves)):
+            layer = f"{path}.{expert}.{leaf}"
+            scheme = layers.pop(layer)
+            if (found := contents.shapes.pop(layer, shape)) != shape:
+                raise CheckpointError(
+                    f"{config_path.parent}: layer {layer} has the shape {list(found)}; the model's is {list(shape)}"
+                )
+            if scheme not in made:
+                made[scheme] = linear_class(scheme)(shape[1], shape[0], source.has_bias, "meta", scheme=scheme)
+            one = made[scheme]
+            if problem := _why_apart(scheme, one, len(leaves)):
+                raise CheckpointError(f"{config_path}: {layer} is an expert in {scheme.name}, {problem}")
+            for own in one.whole_names:
+                if index == 0:
+                    shape_of_it = tuple(one._parameters[own].shape)  # type: ignore[union-attr]
+                    target = f"{path}.{name}{own.removeprefix('weight')}"
+                    contents.merge(target, f"{layer}.{own}", shape_of_it, (E, *shape_of_it), (expert,))
+                else:
+                    contents.leave_out(f"{layer}.{own}")
+            for own in (*one.row_names, *(["bias"] if source.has_bias else [])):
+                rows, *columns = one._parameters[own].shape  # type: ignore[union-attr]
+                place = (expert, slice(index * rows, (index + 1) * rows))
+                target = f"{path}.{name}{own.removeprefix('weight') if own != 'bias' else '_bias'}"
+                whole = (E, rows * len(leaves), *columns)
+                contents.merge(target, f"{layer}.{own}", (rows, *columns), whole, place)
     layers[path] = fused
     if activation is not None and fused.is_weight_only:
         contents.note(f"activations of experts stay in float, where the checkpoint asks for {activation.dtype}")
@@ -199,13 +207,20 @@ def _add_zero_points(contents: Contents, layer: str) -> None:
     contents.convert_further(made, (weight, scale), add)
 
 
-def _check_alike(contents: Contents, gates: list[str], ups: list[str]) -> None:
-    """Raises ``CheckpointError`` unless global scales of gates and ups, by their names, are the same."""
-    found = {target.name: value for target, value in read_converted(contents, _CPU, only={*gates, *ups})}
-    for gate, up in zip(gates, ups, strict=True):
-        if gate in found and up in found and not torch.equal(found[gate], found[up]):
-            path = contents.headers[up].path
-            raise CheckpointError(f"{path}: {up} differs from {gate}, and qgemm's experts have one scale for both")
+def _check_alike(contents: Contents, experts: Mapping[str, FloatExperts]) -> None:
+    """Raises ``CheckpointError`` unless the global scales of each gate and up of ``experts``, by path, are the same."""
+    pairs = []
+    for path, source in experts.items():
+        for expert in range(source.num_experts if source.activation.gated else 0):
+            gate, up = (f"{path}.{expert}.{leaf}.weight_global_scale" for leaf in _leaves_in(contents, path)[:2])
+            if gate in contents.headers and up in contents.headers:
+                pairs.append((gate, up))
+    found = {target.name: value for target, value in read_converted(contents, _CPU, only=set(chain(*pairs)))}
+    for gate, up in pairs:
+        if not torch.equal(found[gate], found[up]):
+            raise CheckpointError(
+                f"{contents.headers[up].path}: {up} differs from {gate}, and qgemm's experts have one scale for both"
+            )
 
 
 def _why_apart(scheme: QuantScheme, layer: LinearLayer, parts: int) -> str:

@@ -21,7 +21,6 @@ from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import unsupported
 from qgemm.checkpoint.float_layers import note_fp8, note_input_scale, note_mxfp8, note_nvfp4
-from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
 from qgemm.numerics.formats import FP8
@@ -40,7 +39,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     inner = quantization.get("quantization")
     asked = inner if isinstance(inner, dict) else quantization
     algorithm = asked.get("quant_algo")
-    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    contents = Contents.of_files(stored)
     for name in stored:
         layer, leaf = split_name(name)
         if leaf == "pre_quant_scale":

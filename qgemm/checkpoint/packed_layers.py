@@ -23,7 +23,6 @@ from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
 from qgemm.checkpoint.words import unpack_words
@@ -35,7 +34,6 @@ from qgemm.scheme import QuantScheme, resolve_scheme
 WORD_BITS = 32
 READ_BITS = (4, 8)
 # Which field of a word each of its eight columns is.
-
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
 _CPU = torch.device("cpu")
 # Values that are unpacked at a time.
@@ -112,7 +110,7 @@ def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object
     Raises ``CheckpointError``, naming file and tensor, for a layer that isn't as above, or of other bits.
     """
     layers = [_from_headers(split_name(name)[0], said, stored) for name in stored if split_name(name)[1] == "qweight"]
-    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    contents = Contents.of_files(stored)
     for layer in _with_facts(layers, said, stored, config_path):
         try:
             scheme = layer.scheme

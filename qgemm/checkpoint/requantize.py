@@ -135,7 +135,7 @@ def _layer_like(contents: Contents, name: str, module: nn.Module | None, scheme:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | LinearLayer) or is_conv1d(module) or type(module).__name__ == "FalconLinear"
+    return isinstance(module, nn.Linear | LinearLayer) or is_conv1d(module)
 
 
 def _check(contents: Contents, name: str, layer: QuantLayer, leaves: list[str]) -> None:

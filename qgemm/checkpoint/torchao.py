@@ -21,7 +21,6 @@ from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.packed_layers import integers_scheme
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_metadata, read_values, unfit
 from qgemm.checkpoint.signs import note_scaled
@@ -42,7 +41,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     Raises ``CheckpointError``, naming the layer, for other classes than ``_FORMATS`` has, and for activations that are
     quantized in another way than row by row.
     """
-    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    contents = Contents.of_files(stored)
     metadata = {path: read_metadata(path) for path in {tensor.path for tensor in stored.values()}}
     zero_points = {name: tensor for name, tensor in stored.items() if split_name(name)[1] == _ZERO_POINT}
     values = read_values(zero_points, torch.device("cpu"))

@@ -38,7 +38,7 @@ class Call:
 
 
 def record_calls(
-    model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[str, Any] | None, watch: SiblingWatch | None = None
+    model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[str, Any] | None, watch: SiblingWatch
 ) -> dict[Any, Call]:
     """A call of each of ``layers``, by layer, in a forward of ``model``, at which ``watch`` looks too.
 
@@ -59,7 +59,7 @@ def record_calls(
         calls.setdefault(layer, Call(x, others, kept))
 
     handles: list[Any] = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
-    handles += [] if watch is None else watch.hooks()
+    handles += watch.hooks()
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

@@ -187,13 +187,11 @@ def _no_match(argument: str, pattern: Pattern, layers: list[Layer]) -> str:
 def _check_something_to_swap(model: nn.Module, layers: list[Layer]) -> None:
     if not all(layer.reason for layer in layers):
         return
-    kind = type(model).__name__
-    if layers[0].name == "":
-        raise ValueError(f"{kind} is itself a layer, so it can't be replaced in place: use QuantLinear.from_linear")
     can_be_included = any(not layer.obstacle and not layer.is_wish for layer in layers)
     way_out = "; include=[...] overrules what stays by default" if can_be_included else ""
     raise ValueError(
-        f"nothing to quantize: all {len(layers)} linear layers of {kind} stay in float ({_reasons(layers)}){way_out}"
+        f"nothing to quantize: all {len(layers)} linear layers of {type(model).__name__} stay in float "
+        f"({_reasons(layers)}){way_out}"
     )
 
 

@@ -165,7 +165,7 @@ class _Survey:
     def _reasons_at(self, name: str, module: nn.Module) -> Iterator[tuple[str, bool]]:
         """What keeps the layer called ``name`` in float, what is to be said first ahead, and whether it must stay."""
         if not name:
-            yield "it is the whole model", True
+            yield "it is the model itself: put it into a module, such as nn.Sequential", True
             return
         around = modules_around(self.model, name)
         if isinstance(around[0][0], nn.MultiheadAttention):

@@ -4,7 +4,7 @@ With a scale, ``q = nearest(x / scale)`` is a value of the format, and ``q * sca
 even. The scale is ``amax / steps``, in float32, at least ``MIN_SCALE``; 1 where all values are 0, NaN where one is NaN
 or Inf. With a zero point ``z``, ``q = nearest(x / scale + z)`` and ``(q - z) * scale`` stands for ``x``.
 
-A value of 4 bits has a code, 0 to 15: ``encode`` and ``decode``. That of an int4 is its two's complement, ``q & 15``.
+A value of 4 bits has a code, 0 to 15: ``to_codes`` and ``decode``. That of an int4 is its two's complement, ``q & 15``.
 
 A new format is a row in ``FORMATS``.
 """
@@ -31,8 +31,7 @@ class Format:
     - ``storage``: the dtype of one value; ``bits`` of it count, and packed values have no more.
     - ``low``, ``high``: the smallest and the largest value.
     - ``steps``: the scale is the largest magnitude over this; the range, where there is a zero point.
-    - ``accumulator``: the dtype of sums of products of two values. ``max_k``: the longest sum that it holds whatever
-      the values are.
+    - ``max_k``: the longest sum of products of two values that their accumulator holds, whatever they are.
     - ``table``: the value of each code, where ``storage`` holds codes. None where it holds the values.
     - ``has_zero_point``: whether 0 is stored as a zero point.
     - ``nearest``: the values nearest to float32, where a formula has them, which are multiples of 1/2.
@@ -46,7 +45,6 @@ class Format:
     low: float
     high: float
     steps: float
-    accumulator: torch.dtype
     max_k: int = sys.maxsize
     table: tuple[float, ...] | None = None
     has_zero_point: bool = False
@@ -94,9 +92,7 @@ class Format:
         return values.float() if self.table is None else self.decode(values)
 
     def encode(self, quotients: Tensor) -> Tensor:
-        """The codes, uint8, of the values nearest to float ``x / scale``; that of 0 for NaN."""
-        if self.table is None:
-            return self.to_codes(self.store(quotients.clone()))
+        """With a ``table``, the codes, uint8, of the values nearest to float ``x / scale``; that of 0 for NaN."""
         codes, bounds = self._encoding
         values = quotients.float().nan_to_num(0.0, torch.inf, -torch.inf)
         if self.nearest is not None:
@@ -117,10 +113,6 @@ class Format:
     def to_codes(self, values: Tensor) -> Tensor:
         """The codes, uint8, of 4-bit ``values`` as ``storage`` has them."""
         return values if self.table is not None else (values & 15).view(torch.uint8)
-
-    def from_codes(self, codes: Tensor) -> Tensor:
-        """4-bit values, as ``storage`` has them, of ``codes``, uint8."""
-        return codes if self.table is not None else (codes ^ 8).view(torch.int8) - 8
 
     @cached_property
     def zero_code(self) -> int:
@@ -164,10 +156,10 @@ _NF4 = (
 )
 
 # Without -128, so that each value has its opposite.
-INT8 = Format("int8", torch.int8, 8, -127, 127, 127, torch.int32, (2**31 - 1) // (128 * 128))
+INT8 = Format("int8", torch.int8, 8, -127, 127, 127, (2**31 - 1) // (128 * 128))
 # 7.5 steps: the largest value errs by half a step, as any other may.
-INT4 = Format("int4", torch.int8, 4, -8, 7, 7.5, torch.float32)
-FP8 = Format("fp8", torch.float8_e4m3fn, 8, -448.0, 448.0, 448.0, torch.float32)
+INT4 = Format("int4", torch.int8, 4, -8, 7, 7.5)
+FP8 = Format("fp8", torch.float8_e4m3fn, 8, -448.0, 448.0, 448.0)
 # An excess of 1.2 has the least squared error of normal values in groups of 32: 11.2 % of them; 1.0 and 1.33 11.5 %.
 FP4 = Format(
     "fp4",
@@ -176,12 +168,11 @@ FP4 = Format(
     -6.0,
     6.0,
     6.0,
-    torch.float32,
     table=(*_E2M1, *(-value for value in _E2M1)),
     nearest=_nearest_e2m1,
     excess=1.2,
 )
-NF4 = Format("nf4", torch.uint8, 4, -1.0, 1.0, 1.0, torch.float32, table=_NF4)
+NF4 = Format("nf4", torch.uint8, 4, -1.0, 1.0, 1.0, table=_NF4)
 
 FORMATS: dict[str, Format] = {each.name: each for each in (INT8, INT4, FP8, FP4, NF4)}
 """The formats by name: whole numbers; ``fp8`` e4m3; ``fp4`` e2m1; ``nf4`` the 4-bit normal float of QLoRA."""

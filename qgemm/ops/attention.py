@@ -62,7 +62,6 @@ operator(
     cpu=_decode_attention,
     cuda=_decode_attention,
     fake=_fake,
-    setup_context=lambda ctx, inputs, output: None,
     backward=_no_backward,
 )
 operator(
@@ -72,7 +71,6 @@ operator(
     cpu=_paged_attention,
     cuda=_paged_attention,
     fake=_fake_paged,
-    setup_context=lambda ctx, inputs, output: None,
     backward=_no_backward,
 )
 operator(

@@ -41,7 +41,7 @@ def operator(
 
     - ``cpu(*arguments)``, ``cuda(*arguments)``: what computes it there.
     - ``fake(*arguments)``: the output for tensors without values, after the checks that the other two make.
-    - ``setup_context(ctx, inputs, output)``: keeps in ``ctx`` what ``backward`` needs.
+    - ``setup_context(ctx, inputs, output)``: keeps in ``ctx`` what ``backward`` needs; None if that is nothing.
     - ``backward(ctx, wanted, *grads)``: the gradients of all arguments; ``wanted`` says for which there must be one.
       None for an operator whose output nothing can be differentiated through.
     - ``jvp(args, tangents)``: the tangent of the output, in forward mode; ``tangents`` are None where an argument has
@@ -56,13 +56,27 @@ def operator(
     torch.library.register_fake(f"qgemm::{name}", fake, lib=_library)
     declared = getattr(torch.ops.qgemm, name)
     if backward is not None:
-        assert setup_context is not None
-        _register_autograd(declared.default, name, setup_context, backward, jvp)
+        _register_autograd(declared.default, name, setup_context or _keep_nothing, backward, jvp)
     if autocast:
         _register_autocast(declared, name)
     if batched:
         _register_vmap(declared, name, batched)
     return declared
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The ``setup_context`` of a ``backward`` that needs nothing."""
+
+
+def _mark_outputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
+
+
+NO_GRADIENT: dict[str, Any] = {
+    "setup_context": _mark_outputs,
+    "backward": lambda ctx, wanted, *grads: (None,) * len(wanted),
+}
+"""Of ``operator``, for one whose outputs require no gradient though its inputs may, such as one that rounds."""
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:

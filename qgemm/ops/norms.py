@@ -19,7 +19,7 @@ from torch import Tensor
 from qgemm.kernels import checks, dispatch
 from qgemm.kernels.norms import Norm
 from qgemm.numerics.formats import INT8, OPERANDS
-from qgemm.ops.declare import operator
+from qgemm.ops.declare import NO_GRADIENT, operator
 from qgemm.ops.direct import rows_seen_by_others
 
 _SUM = "Tensor? branch_weight, Tensor? weight, Tensor? bias, str norm, float eps"
@@ -153,10 +153,6 @@ def _add_norm_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape if adds else 0), x.new_empty(0 if weight is None else x.shape)
 
 
-def _no_gradient_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output)
-
-
 def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Of ``add_norm_quantize`` and ``add_norm``."""
     x, residual, branch_weight, weight, _, kind, eps, *_ = inputs
@@ -205,8 +201,7 @@ operator(
     cpu=_norm_quantize,
     cuda=_norm_quantize,
     fake=_norm_quantize_fake,
-    setup_context=_no_gradient_setup,
-    backward=lambda ctx, wanted, *grads: (None,) * len(wanted),
+    **NO_GRADIENT,
 )
 operator(
     f"add_norm_quantize(Tensor x, Tensor residual, {_SUM}, Tensor? input_scale, ScalarType? dtype=None) -> "

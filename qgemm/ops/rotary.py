@@ -17,7 +17,7 @@ from torch import Tensor
 from qgemm.kernels.rotary import checks, dispatch
 from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import rotate_reference
-from qgemm.ops.declare import operator
+from qgemm.ops.declare import NO_GRADIENT, operator
 
 _ROTATE = (
     "Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, str norm, float eps, int q_heads, "
@@ -105,8 +105,7 @@ operator(
     cpu=_rotate_and_store,
     cuda=_rotate_and_store,
     fake=_rotate_and_store_fake,
-    setup_context=lambda ctx, inputs, output: ctx.mark_non_differentiable(output),
-    backward=lambda ctx, wanted, grad: [None] * len(wanted),
+    **NO_GRADIENT,
 )
 
 operator(

@@ -18,7 +18,7 @@ from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.hadamard import hadamard
 from qgemm.numerics.integers import cdiv
-from qgemm.ops.declare import operator
+from qgemm.ops.declare import NO_GRADIENT, operator
 from qgemm.ops.direct import rows_seen_by_others
 
 
@@ -58,18 +58,12 @@ def _quantize_rows_fake(
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    # Rounding has no useful gradient; quant_linear takes it for the identity.
-    ctx.mark_non_differentiable(*output)
-
-
 operator(
     "quantize_rows(Tensor x, Tensor? scale, Tensor? zero_point=None, ScalarType? dtype=None) -> (Tensor, Tensor)",
     cpu=_quantize_rows,
     cuda=_quantize_rows,
     fake=_quantize_rows_fake,
-    setup_context=_quantize_rows_setup,
-    backward=lambda ctx, wanted, *grads: (None, None, None, None),
+    **NO_GRADIENT,  # rounding has no useful one; quant_linear takes it for the identity
 )
 
 
@@ -84,8 +78,7 @@ operator(
     cpu=dispatch.quantize_groups,
     cuda=dispatch.quantize_groups,
     fake=_quantize_groups_fake,
-    setup_context=_quantize_rows_setup,
-    backward=lambda ctx, wanted, *grads: (None,),
+    **NO_GRADIENT,
 )
 
 
@@ -111,8 +104,7 @@ operator(
     cpu=_activation_quantize,
     cuda=_activation_quantize,
     fake=_activation_quantize_fake,
-    setup_context=_quantize_rows_setup,
-    backward=lambda ctx, wanted, *grads: (None,) * len(wanted),
+    **NO_GRADIENT,
 )
 
 
@@ -147,7 +139,6 @@ operator(
     cpu=hadamard,
     cuda=hadamard,
     fake=lambda x: x.new_empty(x.shape),
-    setup_context=lambda ctx, inputs, output: None,
     # The matrix is symmetric.
     backward=lambda ctx, wanted, grad: (torch.ops.qgemm.hadamard(grad),),
     jvp=lambda args, tangents: torch.ops.qgemm.hadamard(tangents[0]),

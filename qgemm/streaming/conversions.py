@@ -2,7 +2,7 @@
 
 Names in files may differ from those in the model, and some tensors are made of others (the experts of a layer are one
 tensor in memory, many in files). transformers describes that as a list of renamings and conversions for each model.
-Here they are applied as ``from_pretrained`` of transformers 5.17 to 5.23 does, but values are read when their turn
+Here they are applied as ``from_pretrained`` of transformers 5.17 to 5.24 does, but values are read when their turn
 comes, one expert at a time where each is made of its own tensors.
 """
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, checkpoint_file, read_json
+from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, SETTINGS_KEYS, checkpoint_file, read_json
 from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, dtype_of, read_generation_config
 from qgemm.checkpoint.tensors import get_tensor, set_tensor
 from qgemm.model.selection import listed
@@ -51,7 +51,7 @@ def plan_loading(source: Source, drop: Iterable[str]) -> FloatModel:
 def _build(source: Source) -> Any:
     path = checkpoint_file(source.folder, CONFIG_FILE)
     config = read_json(path)
-    for key in ("quantization_config", "compression_config"):
+    for key in SETTINGS_KEYS:
         if config.get(key):
             raise CheckpointError(
                 f"{path} has a {key}: this checkpoint is quantized already. Start from the float checkpoint"

@@ -107,33 +107,42 @@ def plan_checkpoint(
                 scale = _input_scale(model, quantized, wanted.input_scales or {}, calibration)
                 copied[name], scales[name] = built_float(scale), scale.item()
                 continue
-            float_module = loading.model.get_submodule(owner)
-            own, linear = leaf, None
-            if isinstance(quantized, QuantExperts):
-                if not leaf.endswith("_bias"):
-                    own = split_leaf(leaf)[0]
-                    linear = quantized.linear_of(own)
-                source_of = describe_experts(float_module)
-                theirs = float_module.get_parameter(source_of.parameters[own])
-                found = ordered_experts(floats[id(theirs)], own, source_of)
+            found = _made_of(name, quantized, loading.model.get_submodule(owner), floats)
+            if isinstance(found, FloatWeight):
+                weights[name] = found
             else:
-                if isinstance(quantized, LinearLayer) and leaf in quantized.row_names + quantized.whole_names:
-                    own, linear = "weight", quantized
-                found = floats[id(getattr(float_module, own))]
-            if linear is None:
                 copied[name] = found
-            else:
-                is_of_experts = linear is not quantized
-                parameters = {
-                    each: f"{owner}.{own + each.removeprefix('weight') if is_of_experts else each}"
-                    for each in linear.row_names + linear.whole_names
-                }
-                sizes = linear.in_features, linear.out_features
-                weights[name] = FloatWeight(
-                    f"{owner}.{own}", owner, linear.scheme.name, *sizes, parameters, found, is_conv1d(float_module)
-                )
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
     return CheckpointPlan(model, tensors, ties, shards, weights, copied, scales)
+
+
+def _made_of(
+    name: str, quantized: nn.Module, float_module: nn.Module, floats: Mapping[int, FloatTensor]
+) -> FloatWeight | FloatTensor:
+    """What the tensor ``name`` of a quantized model is: part of a quantized weight, or a float tensor as it is.
+
+    It is in ``quantized``, in the place of ``float_module``. ``floats``: by the ``id`` of each tensor of the float
+    model.
+    """
+    owner, leaf = split_name(name)
+    if isinstance(quantized, QuantExperts):
+        is_bias = leaf.endswith("_bias")
+        own = leaf if is_bias else split_leaf(leaf)[0]
+        layout = describe_experts(float_module)
+        values = ordered_experts(floats[id(float_module.get_parameter(layout.parameters[own]))], own, layout)
+        if is_bias:
+            return values
+        linear = quantized.linear_of(own)
+        names = {each: own + each.removeprefix("weight") for each in linear.row_names + linear.whole_names}
+    elif isinstance(quantized, LinearLayer) and leaf in quantized.row_names + quantized.whole_names:
+        own, linear = "weight", quantized
+        values = floats[id(float_module.weight)]
+        names = {each: each for each in linear.row_names + linear.whole_names}
+    else:
+        return floats[id(getattr(float_module, leaf))]
+    parameters = {each: f"{owner}.{stored}" for each, stored in names.items()}
+    sizes = linear.in_features, linear.out_features
+    return FloatWeight(f"{owner}.{own}", owner, linear.scheme.name, *sizes, parameters, values, is_conv1d(float_module))
 
 
 def _input_scale(

@@ -102,7 +102,7 @@ def shapes_of(path: Path) -> list[Weights]:
     checkpoint = open_checkpoint(path)
     linear = [
         layer
-        for layer in find_layers(checkpoint.stored, checkpoint.bits, checkpoint.contents)
+        for layer in find_layers(checkpoint)
         if layer.kind == "linear" and len(layer.shape) == 2 and min(layer.shape) > 0
     ]
     chosen = [layer for layer in linear if layer.is_quantized] or [

@@ -39,7 +39,7 @@ def compare(
     device = find_device(device_name)
     a, b = open_checkpoint(path_a), open_checkpoint(path_b)
     for checkpoint in (a, b):
-        layers = find_layers(checkpoint.stored, checkpoint.bits, checkpoint.contents)
+        layers = find_layers(checkpoint)
         if problems := [*checkpoint.problems, *find_problems(checkpoint, layers)]:
             raise CheckpointError(f"{checkpoint.path} has problems, see qgemm inspect: {problems[0]}")
     document: dict[str, Any] = {
@@ -134,7 +134,7 @@ def _nan_last(value: float) -> float:
 
 def _layers_by_weight(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
     """The layers of ``checkpoint``, by the names of their weights."""
-    layers = find_layers(checkpoint.stored, checkpoint.bits, checkpoint.contents)
+    layers = find_layers(checkpoint)
     return {layer.full_name("" if layer.kind == "experts" else "weight"): layer for layer in layers}
 
 

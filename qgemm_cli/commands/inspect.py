@@ -28,10 +28,7 @@ def examine(path: Path, verify: bool) -> dict[str, Any]:
     ``verify``: read the values that can be checked, too.
     """
     checkpoint = open_checkpoint(path)
-    layers = sorted(
-        find_layers(checkpoint.stored, checkpoint.bits, checkpoint.contents),
-        key=lambda layer: natural_order(layer.name),
-    )
+    layers = sorted(find_layers(checkpoint), key=lambda layer: natural_order(layer.name))
     problems = [*checkpoint.problems, *find_problems(checkpoint, layers)]
     contents = checkpoint.contents
     verified, refusal = _verify(checkpoint, layers, problems) if verify else (None, "")

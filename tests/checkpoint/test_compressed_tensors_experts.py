@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import qgemm
 from checkpoint.foreign import edit_quantization, edit_tensors, needs_the_library, relative
 from qgemm import CheckpointError, QuantExperts
-from qgemm.checkpoint import compressed_tensors_writer
+from qgemm.checkpoint import compressed_tensors_writer, model_names
 
 # The names in files of the gate, up and down layers of an expert, and of what is around it.
 QWEN = ("gate_proj", "up_proj", "down_proj")
@@ -231,6 +231,24 @@ def test_a_global_scale_of_gates_and_ups(tmp_path: Path) -> None:
         CheckpointError, match=rf"{EXPERT}\.weight_global_scale differs from {gate}\.weight_global_scale"
     ):
         qgemm.load_quantized(tmp_path)
+
+
+def test_global_scales_of_all_layers_are_read_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each reading looks at every tensor of the files: one for each layer took a minute for the names of a large model.
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, "nvfp4")
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    reads: list[int] = []
+    read = model_names.read_converted
+
+    def counted(*arguments: Any, only: set[str]) -> Any:
+        reads.append(len(only))
+        return read(*arguments, only=only)
+
+    monkeypatch.setattr(model_names, "read_converted", counted)
+    qgemm.load_quantized(tmp_path)
+    experts = [module.num_experts for module in model.modules() if isinstance(module, QuantExperts)]
+    assert len(experts) > 1
+    assert reads == [2 * sum(experts)]
 
 
 def test_experts_whose_activations_stay_in_float(tmp_path: Path) -> None:

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from qgemm.checkpoint import CheckpointError
 from qgemm.checkpoint.contents import Contents, read_converted
-from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header
 
 CPU = torch.device("cpu")
 
 
 def contents_of(stored: dict[str, StoredTensor]) -> Contents:
-    return Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    return Contents.of_files(stored)
 
 
 def write(folder: Path, tensors: dict[str, Tensor], name: str = "model.safetensors") -> dict[str, StoredTensor]:

@@ -46,14 +46,15 @@ for command in sys.argv[1:]:
 """
 
 
-def test_help_and_typing_mistakes_wait_for_no_import() -> None:
-    commands = ["--help", *(f"{command} --help" for command in COMMANDS), "inspekt"]
+def test_help_version_and_typing_mistakes_wait_for_no_import() -> None:
+    commands = ["--version", "--help", *(f"{command} --help" for command in COMMANDS), "inspekt"]
     result = run_python(IMPORTED, *commands)
     assert len(commands) > 4
     assert [line for line in result.stdout.splitlines() if " imported: " in line] == [
         f"{command} imported: []" for command in commands
     ]
-    assert (result.stdout + result.stderr).count("Usage") == len(commands)
+    assert result.stdout.startswith(f"{qgemm.__version__}\n")
+    assert (result.stdout + result.stderr).count("Usage") == len(commands) - 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)

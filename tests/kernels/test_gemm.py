@@ -195,7 +195,7 @@ def test_largest_sums(config: GemmConfig | None, device: torch.device) -> None:
     assert torch.equal(out, torch.full((2, 3), 2**31 - 2**14, dtype=torch.int32, device=device))
 
 
-# Hopper's kernel has tests of its own, in test_hopper.py.
+# Hopper's kernel has tests of its own, in test_gemm_hopper.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [config for config in CANDIDATES if config.schedule != "specialized"], ids=str)
 @pytest.mark.parametrize("ragged", [False, True])

@@ -1,6 +1,6 @@
 """A quantized linear layer in one launch of Hopper's kernel, whose programs wait for one another.
 
-When it is made is tested everywhere; what it computes on a Hopper GPU only, as in ``test_hopper.py``.
+When it is made is tested everywhere; what it computes on a Hopper GPU only, as in ``test_gemm_hopper.py``.
 """
 
 import operator

@@ -26,7 +26,7 @@ def test_a_row_holds_together(form: Format) -> None:
     assert stored.dtype == form.storage
     assert torch.equal(form.to_float(stored), bounds)
     assert form.range_of(stored) == (form.low, form.high)
-    if form.accumulator == torch.int32:
+    if form.storage == torch.int8 and form.bits == 8:
         largest = 2 ** (2 * form.bits - 2)  # of the lowest value that the storage has, with itself
         assert largest * form.max_k < 2**31 <= largest * (form.max_k + 1)
 
@@ -56,7 +56,7 @@ def test_whole_values_round_half_to_even() -> None:
 
 
 def test_a_float_format_takes_its_nearest_value() -> None:
-    e4m3 = Format("e4m3", torch.float8_e4m3fn, 8, -448.0, 448.0, 448.0, torch.float32)
+    e4m3 = Format("e4m3", torch.float8_e4m3fn, 8, -448.0, 448.0, 448.0)
     values = torch.tensor([17.1, 449.0, -1000.0, 0.001])  # between 16 and 18, beyond either end, about 0.5 * 2^-9
     assert e4m3.nearest_(values).tolist() == [18.0, 448.0, -448.0, 2.0**-9]
 
@@ -66,13 +66,13 @@ def test_every_code_of_four_bits(form: Format, device: torch.device) -> None:
     codes = torch.arange(16, dtype=torch.uint8, device=device)
     values = form.decode(codes)
     assert values.dtype == torch.float32
-    assert torch.equal(form.decode(form.encode(values)), values)
-    assert torch.equal(form.to_float(form.from_codes(codes)), values)
-    assert torch.equal(form.to_codes(form.from_codes(codes)), codes)
+    stored = form.store(values.clone())
+    assert torch.equal(form.to_float(stored), values)
+    assert torch.equal(form.decode(form.to_codes(stored)), values)
     assert form.decode(torch.tensor([form.zero_code], dtype=torch.uint8)).tolist() == [0.0]
     if form.bits == 4 and form.table is None:
         assert values.tolist() == [*range(8), *range(-8, 0)]
-        assert form.encode(torch.tensor([-3.2, 6.9])).tolist() == [-3 & 15, 7]
+        assert form.to_codes(form.store(torch.tensor([-3.2, 6.9]))).tolist() == [-3 & 15, 7]
 
 
 @pytest.mark.parametrize("form", [FP4, NF4])

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import qgemm.ops  # noqa: F401 - which declares it
+
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_it_is_registered_properly(ends: bool, device: torch.device) -> None:

@@ -30,11 +30,11 @@ from qgemm.numerics.formats import INT8
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ATTENTION = "qgemm"
+"""The name of the attention that reads this cache."""
 ARGUMENT = next(
     name for name in CACHES if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 )
 """What transformers calls the cache among the arguments of a model, and in its output."""
-"""The name of the attention that reads this cache."""
 NO_MASK = -1
 """Stands for the first key in a mask that nobody needs, in compiled code, where ``Seen`` can't tell."""
 

@@ -279,7 +279,7 @@ def select_config(
 ) -> GemmConfig:
     """The config for ``[M, K] @ [K, N]`` of ``dtype`` operands on ``device``.
 
-    ``hopper``: whether layout and output allow Hopper's kernel (``gemm.py`` says when) where the device has it.
+    ``hopper``: whether layout and output allow Hopper's kernel (``launcher.py`` says when) where the device has it.
     ``residual``: whether one is added, which needs registers that two groups don't have. ``activation``: whether there
     is one, which needs more than tiles of 256 rows leave, too. ``blocks``: whether scales are of blocks.
     """

@@ -38,9 +38,8 @@ MAX_WEIGHT_BYTES = 64 << 20
 MAX_INPUT_VALUES = 3 << 20
 MAX_MACS = 4 << 30  # multiply-adds
 MAX_ROWS_PER_PROGRAM = 16  # to quantize
-MAX_SHARE_IN_CLUSTERS = (
-    0.9  # of the programs that a device has room for: its parts have room for few clusters of 3 or 4
-)
+# Of the programs that a device has room for: its parts have room for few clusters of 3 or 4.
+MAX_SHARE_IN_CLUSTERS = 0.9
 
 
 def gemm_launch(config: GemmConfig, problem: Problem, limits: DeviceLimits) -> Launch:

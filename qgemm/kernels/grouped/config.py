@@ -73,7 +73,7 @@ def select_grouped_config(
     """The config for a product of ``[T, K]`` and ``[G, N, K]`` of ``dtype`` on ``device``.
 
     Its ``block_m`` depends on ``T``, ``G``, ``dtype``, ``blocks`` and the device only. ``hopper``: whether layout and
-    output allow Hopper's kernel (``grouped.py`` says when) where the device has it. ``blocks``: whether scales are of
+    output allow Hopper's kernel (``launcher.py`` says when) where the device has it. ``blocks``: whether scales are of
     blocks, one of which is a block of K.
     """
     limits = device_limits(device)

@@ -6,7 +6,7 @@ holds rows of two groups, and the products take their tiles from that table (``G
 than how many there can be.
 
 ``_grouped_gemm_kernel`` is made of the same stages as ``_gemm_kernel``: views of one group's operands, then one tile of
-them. ``grouped_hopper_kernels.py`` has the one for many rows on Hopper.
+them. ``hopper_kernels.py`` has the one for many rows on Hopper.
 """
 
 import triton

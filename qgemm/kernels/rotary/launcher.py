@@ -95,7 +95,7 @@ def rotate_and_store(call: RotaryCall, store: KeyValueStore | Output) -> Tensor:
         if cos is not None and cos.shape[0] == 1:
             turns = (0, *turns[1:])
         sizes = (S, q_heads, kv_heads, D, half, store[0].shape[2], call.k_head * D, (call.heads - kv_heads) * D)
-        weights = _weight_kind(q_weight, q_heads, D), _weight_kind(k_weight, kv_heads, D)
+        weights = _weight_kind(q_weight, D), _weight_kind(k_weight, D)
         rotation = (norm, eps, *weights, None if values == "plain" else "none", interleaved)
         launch = _make_launch(B * S, sizes, (call.k_head // q_heads * D, *strides, *strides, *turns), store, rotation)
         plans.keep(kind, launch)
@@ -144,7 +144,8 @@ def heads_of_program(tokens: int, q_heads: int, kv_heads: int, block_d: int, lim
     return min(most, 1 << max(spread, 1).bit_length() - 1)
 
 
-def _weight_kind(weight: Tensor | None, heads: int, D: int) -> str | None:
+def _weight_kind(weight: Tensor | None, D: int) -> str | None:
+    """``WEIGHT`` of the kernel's ``_normalized`` for a norm's ``weight``."""
     if weight is None:
         return None
     return "head" if weight.shape == (D,) else "own" if weight.ndim == 2 else "all"

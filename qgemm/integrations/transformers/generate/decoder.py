@@ -14,6 +14,7 @@ from qgemm.integrations.transformers.generate.contexts import Context
 from qgemm.integrations.transformers.generate.reading import Reader
 from qgemm.integrations.transformers.generate.replay import GraphMemory, Replayed
 from qgemm.integrations.transformers.generate.sampling import Progress, Sampler
+from qgemm.numerics.integers import round_up
 
 MAX_SAMPLERS = 8
 # How much of a GPU's memory caches may take that wait for a next call; the last one is kept in any case.
@@ -127,7 +128,7 @@ class Decoders:
 def bucket(capacity: int) -> int:
     """``capacity`` rounded up, by an eighth at most from 1024 on, so that similar calls share a cache."""
     step = max(128, 1 << max(0, (capacity - 1).bit_length() - 4))
-    return -(-capacity // step) * step
+    return round_up(capacity, step)
 
 
 def _bytes(cache: Cache) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,33 +69,43 @@ class Progress:
         self.rows[:, -1].index_copy_(0, self.step - 1, self.finished.all()[None].to(self.rows.dtype))
 
 
-class _ScoresAlone:
-    def __init__(self, processor: processors.LogitsProcessor) -> None:
-        self.key: Hashable = (type(processor), *sorted(vars(processor).items()))
-        self._processor = processor
+class _Stage:
+    """What one processor does to scores. Stages with one ``key`` do the same; most keep nothing of the tokens."""
 
-    def adopt(self, other: _ScoresAlone) -> None:
-        pass
+    key: Hashable
+
+    def adopt(self, other: Any) -> None:
+        """Begins with the prompts of ``other``, a stage with the same key, as that would."""
 
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
-        pass
+        """Before the first token of ``prompt`` [B, S]."""
+
+    def __call__(self, scores: Tensor, progress: Progress) -> Tensor:
+        """The processed ``scores`` [B, V]."""
+        raise NotImplementedError
+
+    def observe(self, token: Tensor) -> None:
+        """After ``token`` [B, 1] was chosen."""
+
+
+class _ScoresAlone(_Stage):
+    def __init__(self, processor: processors.LogitsProcessor) -> None:
+        self.key = (type(processor), *sorted(vars(processor).items()))
+        self._processor = processor
 
     def __call__(self, scores: Tensor, progress: Progress) -> Tensor:
         processed: Tensor = self._processor(None, scores)
         return processed
 
-    def observe(self, token: Tensor) -> None:
-        pass
 
-
-class _RepetitionPenalty:
+class _RepetitionPenalty(_Stage):
     """Scores of tokens that were there: times ``penalty`` if negative, else divided by it.
 
     Of each prompt, the first ``ignored`` don't count: a number, or one for each sequence [B].
     """
 
     def __init__(self, penalty: float, ignored: int | Tensor) -> None:
-        self.key: Hashable = (_RepetitionPenalty, penalty)
+        self.key = (_RepetitionPenalty, penalty)
         self._penalty = penalty
         self._ignored = ignored
         self._seen: Tensor | None = None
@@ -119,17 +130,14 @@ class _RepetitionPenalty:
         self._seen.scatter_(1, token, True)
 
 
-class _NoEndBefore:
+class _NoEndBefore(_Stage):
     """The scores of end tokens are -inf while there are fewer than ``minimum`` new tokens."""
 
     def __init__(self, minimum: int, ends: Sequence[int]) -> None:
-        self.key: Hashable = (_NoEndBefore, minimum, *ends)
+        self.key = (_NoEndBefore, minimum, *ends)
         self.minimum = minimum
         self.ends = ends
         self._is_end: Tensor | None = None
-
-    def adopt(self, other: _NoEndBefore) -> None:
-        pass
 
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
         if self._is_end is None:
@@ -139,12 +147,6 @@ class _NoEndBefore:
     def __call__(self, scores: Tensor, progress: Progress) -> Tensor:
         assert self._is_end is not None, "begin comes first"
         return scores.masked_fill(self._is_end & (progress.step < self.minimum), -math.inf)
-
-    def observe(self, token: Tensor) -> None:
-        pass
-
-
-_Stage = _ScoresAlone | _RepetitionPenalty | _NoEndBefore
 
 
 def _stage(processor: processors.LogitsProcessor, prompt_length: int) -> _Stage:
@@ -196,7 +198,7 @@ class Sampler:
     def adopt(self, other: Sampler) -> None:
         """Begins with the prompts of ``other``, which has the same key, as ``other`` would."""
         for stage, its in zip(self._stages, other._stages, strict=True):
-            stage.adopt(its)  # type: ignore[arg-type]
+            stage.adopt(its)
 
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
         """Before the first token of ``prompt`` [B, S]."""

@@ -62,9 +62,8 @@ class Stops:
         self._strings: list[_StopStrings] = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
-                self.pads = (
-                    True  # a row that has ended goes on with padding, as in transformers only if there are end tokens
-                )
+                # A row that has ended goes on with padding, as in transformers only if there are end tokens.
+                self.pads = True
                 self.ends += criterion.eos_token_id.tolist()
             elif type(criterion) is StopStringCriteria:
                 self._strings.append(_StopStrings(criterion))
