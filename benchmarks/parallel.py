@@ -223,8 +223,11 @@ def _cut(model: Any, size: int, by_expert: bool) -> None:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLayer)}
     if layers:
         qgemm.unfuse(model)
+    # From transformers 5.19 on whole experts go with attention that is split, and the flag is deprecated.
+    has_size = hasattr(DistributedConfig, "ep_size")
+    experts: dict[str, Any] = {"ep_size": size} if has_size else {"enable_expert_parallel": True}
     config, _, mesh = type(model).prepare_distribute_model(
-        DistributedConfig(tp_size=size, tp_plan="auto", enable_expert_parallel=by_expert)
+        DistributedConfig(tp_size=size, tp_plan="auto", **(experts if by_expert else {}))
     )
     model.config.distributed_config = config
     plan_layers(model, layers)

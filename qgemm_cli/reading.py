@@ -138,7 +138,7 @@ def _identify(checkpoint: Checkpoint) -> None:
     if not isinstance(quantization, dict):
         checkpoint.format, checkpoint.variant = _format_of_tensors(checkpoint.stored)
         return
-    method, other = method_of(quantization, checkpoint.stored)
+    method, other = method_of(quantization, recognize(checkpoint.stored))
     if other is not None:
         checkpoint.format, checkpoint.variant = other.format, other.variant
         return

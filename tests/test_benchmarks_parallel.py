@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from torch import distributed
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from benchmarks import parallel
 from benchmarks.models import measure
@@ -71,9 +72,10 @@ def test_a_mixture_on_two_processes(by_expert: bool, capsys: pytest.CaptureFixtu
         [] if by_expert else [("qgemm, shared scales", 2)]
     )
     assert {one.layers for one in figures} == {2}
-    for one in figures:
-        # Random layers; by expert, nothing is computed otherwise than in one process.
-        assert one.kl < (1e-12 if by_expert or one.provider == "bf16" else 1e-3)
+    # By expert, nothing is computed otherwise than in one process, where attention isn't split, too.
+    is_split = not by_expert or hasattr(DistributedConfig, "ep_size")
+    for one in figures:  # random layers
+        assert one.kl < (1e-3 if is_split and one.provider != "bf16" else 1e-12)
         assert one.kl_float < 1e-3
         assert not one.note
     assert "tiny-mixture, 2 layers" in capsys.readouterr().out

@@ -31,6 +31,7 @@ from torch import Tensor
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
+from qgemm.checkpoint.words import by_rows, unpack_nibbles
 from qgemm.numerics.formats import NF4
 from qgemm.numerics.groups import store_values
 from qgemm.numerics.integers import cdiv
@@ -146,8 +147,8 @@ def _check(stored: Mapping[str, StoredTensor], name: str, dtype: torch.dtype, co
 def _decode(state: _State, weight: Tensor, absmax: Tensor, quant_map: Tensor, *nested: Tensor) -> tuple[Tensor, Tensor]:
     if quant_map.tolist() != torch.tensor(NF4.table).tolist():
         raise ValueError("its quant_map isn't that of nf4")
-    octets = weight.reshape(-1).view(torch.uint8)
-    codes = torch.stack((octets >> 4, octets & 15), dim=-1).flatten()[: state.N * state.K].view(state.N, state.K)
+    octets = weight.reshape(-1).view(torch.uint8).view(state.N, state.K // 2)  # rows are whole groups of 16 or more
+    values = by_rows(lambda some: store_values(unpack_nibbles(some, high_first=True), NF4), octets, state.K)
     scales = absmax.reshape(-1)
     if nested:
         nested_absmax, nested_map = (each.reshape(-1) for each in nested)
@@ -155,4 +156,4 @@ def _decode(state: _State, weight: Tensor, absmax: Tensor, quant_map: Tensor, *n
         scales = nested_map[scales.int()] * larger + state.nested_offset
     first = torch.arange(0, state.N * state.K, state.group_size, device=scales.device)
     grouped = scales[first // state.block].view(state.N, -1)
-    return store_values(codes, NF4), grouped
+    return values, grouped

@@ -33,7 +33,7 @@ from qgemm.checkpoint.float_layers import (
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.signs import note_scaled, with_positive_scales
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.checkpoint.words import by_rows, unpack_words
+from qgemm.checkpoint.words import by_rows, select_columns, unpack_words
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, packed_width
@@ -228,11 +228,11 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
         return unpack_words(words, bits, K) ^ (1 << (bits - 1))
 
     def store(codes: Tensor) -> Tensor:
-        return pack_codes(codes) if bits == 4 else codes.contiguous().view(INT8.storage)
+        return (pack_codes(codes) if bits == 4 else codes.view(INT8.storage)).contiguous()
 
     def in_order(words: Tensor, g_idx: Tensor) -> tuple[Tensor, Tensor]:
         order = torch.argsort(g_idx, stable=True)
-        return by_rows(lambda some: store(codes_of(some)[:, order]), words, K), order.to(torch.int32)
+        return by_rows(lambda some: store(select_columns(codes_of(some), order)), words, K), order.to(torch.int32)
 
     sources = [f"{name}.weight_packed"]
     made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {f"{name}.weight": (sources[0], shape, dtype)}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qgemm.checkpoint import gptq_writer
 from qgemm.checkpoint.compressed_tensors_groups import (
     FLOAT,
     INT,
@@ -23,7 +24,16 @@ from qgemm.checkpoint.compressed_tensors_groups import (
     QUANT_METHOD,
     target_of_experts,
 )
-from qgemm.checkpoint.files_for_others import is_target, parts_of_experts, shapes_of, tensors_for_others, ways_out
+from qgemm.checkpoint.files_for_others import (
+    SAVE_IT,
+    is_target,
+    leave_in_float,
+    parts_of_experts,
+    shapes_of,
+    take_another_scheme,
+    tensors_for_others,
+    ways_out,
+)
 from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.pretrained import built_again, is_pretrained
 from qgemm.checkpoint.words import pack_nibbles, pack_words
@@ -61,6 +71,12 @@ def tensors_to_write(
     ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know, for projections of
     an ``nn.MultiheadAttention``, and for schemes that it has no form for.
     """
+    if transposed := _conv1d_names(model, layers):
+        raise ValueError(
+            f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors supports only nn.Linear: "
+            f"{', or '.join([SAVE_IT, *_take_gptq(layers), *leave_in_float(transposed, layers)])}"
+        )
+    written = tensors_for_others(model, layers, tensors, ties, "compressed-tensors")
     for name, layer in layers.items():
         if format_of(layer.scheme) is None:
             raise ValueError(
@@ -68,11 +84,6 @@ def tensors_to_write(
                 f"{ways_out(layer.scheme, layers, _fits)}"
             )
         _check_groups(name, layer, layers)
-    if transposed := _conv1d_names(model, layers):
-        raise ValueError(
-            f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors supports only nn.Linear: "
-            'save it with format="qgemm"'
-        )
     experts = [name for name, layer in layers.items() if isinstance(layer, QuantExperts)]
     if lossy := [name for name in experts if format_of(layers[name].scheme) == NVFP4]:
         warn_user(
@@ -81,7 +92,6 @@ def tensors_to_write(
             'from_pretrained, save the model with format="qgemm"'
         )
     _warn_of_broken_groups(layers)
-    written = tensors_for_others(model, tensors, ties, "compressed-tensors")
     for name, layer in layers.items():
         if isinstance(layer, LinearLayer):
             own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
@@ -196,6 +206,14 @@ def _conv1d_names(model: nn.Module, layers: dict[str, QuantLayer]) -> list[str]:
         return [name for name in layers if is_conv1d(plain.get_submodule(name))]
     except Exception:  # a class of one's own, built in another way: save_quantized warns of those
         return []
+
+
+def _take_gptq(layers: dict[str, QuantLayer]) -> list[str]:
+    """The way out by GPTQ's files, which hold ``Conv1D``; empty if they can't hold ``layers`` in any scheme."""
+    save, first = 'save it with format="gptq"', next(iter(layers.values()))
+    if all(gptq_writer.fits(layer.scheme, N, K) for layer in layers.values() for N, K, _ in shapes_of(layer)):
+        return [save]
+    return [f"{way} and {save}" for way in take_another_scheme(first.scheme, layers, gptq_writer.fits)]
 
 
 def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict[str, Any]:

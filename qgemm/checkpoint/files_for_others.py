@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from qgemm.checkpoint.model_names import loses_single_experts
 from qgemm.checkpoint.tensors import transient_names
+from qgemm.model.selection import listed
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, QuantMultiheadAttention
 from qgemm.nn.experts import split_leaf
+from qgemm.nn.linear_layer import is_conv1d
 from qgemm.scheme import QuantScheme, resolve_scheme
 from qgemm.warn import warn_user
 
+SAVE_IT = 'save it with format="qgemm"'
+"""The way out of every refusal."""
+
 
 def tensors_for_others(
-    model: nn.Module, tensors: dict[str, Tensor], ties: dict[str, str], library: str
+    model: nn.Module, layers: dict[str, QuantLayer], tensors: dict[str, Tensor], ties: dict[str, str], library: str
 ) -> dict[str, Tensor]:
     """Those of ``tensors`` that are written, as they are here.
 
@@ -26,8 +31,8 @@ def tensors_for_others(
     """
     if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
         raise ValueError(
-            f"{packed[0]} was an nn.MultiheadAttention, whose packed weights {library} can't store: pass it in skip, "
-            'or save the model with format="qgemm"'
+            f"{packed[0]} was an nn.MultiheadAttention, whose packed weights {library} can't store: "
+            f"{', or '.join([SAVE_IT, *leave_in_float(packed, layers)])}"
         )
     if any(isinstance(module, QuantExperts) for module in model.modules()) and loses_single_experts(model):
         warn_user(
@@ -51,6 +56,13 @@ def ways_out(
 
     ``fits``: whether files can hold a layer ``[N, K]`` with a scheme.
     """
+    return ", or ".join([SAVE_IT, *take_another_scheme(scheme, layers, fits)])
+
+
+def take_another_scheme(
+    scheme: QuantScheme, layers: Mapping[str, QuantLayer], fits: Callable[[QuantScheme, int, int], bool]
+) -> list[str]:
+    """The way out by schemes that stand in for ``scheme`` and in which all ``layers`` fit; empty if there is none."""
     shapes = [shape for layer in layers.values() for shape in shapes_of(layer)]
 
     def fit(name: str) -> bool:
@@ -59,9 +71,19 @@ def ways_out(
 
     best = (next(filter(fit, alike), None) for alike in _kin(scheme))
     named = [f'"{name}"' for name in best if name is not None]
-    *first, last = named or [""]
+    if not named:
+        return []
+    *first, last = named
     others = f"{', '.join(first)} or {last}" if first else last
-    return 'save it with format="qgemm"' + (f", or load or quantize it with scheme={others}" if named else "")
+    return [f"load or quantize it with scheme={others}"]
+
+
+def leave_in_float(modules: Sequence[str], layers: Iterable[str]) -> list[str]:
+    """The way out by not quantizing ``modules``; empty if none of the quantized ``layers`` would be left."""
+    inside = tuple(f"{name}." for name in modules)
+    if all(f"{layer}.".startswith(inside) for layer in layers):
+        return []
+    return [f"quantize the float model with {listed(modules)} in skip"]
 
 
 def _kin(scheme: QuantScheme) -> list[tuple[str, ...]]:
@@ -112,8 +134,9 @@ def parts_of_experts(
 
 
 def is_target(module: nn.Module) -> bool:
-    """Whether the library or vLLM would take a float module for a target ``Linear``, which vLLM does with routers."""
+    """Whether the library or vLLM would take a float module for a target ``Linear``: vLLM does routers and Conv1D."""
     if isinstance(module, LinearLayer):
         return False
     is_router = re.search(r"Router|Gating|Gate(?![a-z])", type(module).__name__) is not None
-    return is_router or any(cls.__name__ in ("Linear", "LinearBase") for cls in type(module).__mro__)
+    is_linear = any(cls.__name__ in ("Linear", "LinearBase") for cls in type(module).__mro__)
+    return is_linear or is_router or is_conv1d(module)

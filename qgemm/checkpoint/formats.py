@@ -102,9 +102,9 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
     return contents
 
 
-def method_of(quantization: dict[str, Any], stored: dict[str, StoredTensor]) -> tuple[Any, Recognized | None]:
-    """The ``quant_method`` of a ``quantization_config``; and what the tensors are, if they can't be of that."""
-    found, method = recognize(stored), quantization.get("quant_method")
+def method_of(quantization: dict[str, Any], found: Recognized | None) -> tuple[Any, Recognized | None]:
+    """The ``quant_method`` of a ``quantization_config``; and ``found``, what tensors are, if it can't be of that."""
+    method = quantization.get("quant_method")
     if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
         method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
     if method is None and found is not None:
@@ -134,7 +134,8 @@ def _read_as_said(
 ) -> tuple[str, Contents]:
     """The format of files with this ``quantization_config``, and their contents; the files count where they differ."""
     _refuse_transforms(quantization, config_path)
-    method, other = method_of(quantization, stored)
+    found = recognize(stored)
+    method, other = method_of(quantization, found)
     if other is not None:
         if other.format == _marked(quantization):
             contents = _READERS[other.format](quantization, stored, config_path)
@@ -144,7 +145,7 @@ def _read_as_said(
         contents.note(f"quant_method is {method!r}, but the tensors are {other.format}'s, as which they are read")
         return other.format, contents
     reader = _READERS.get(method) if isinstance(method, str) else None
-    if quantization.get("quant_method") is None and (found := recognize(stored)) is not None:
+    if quantization.get("quant_method") is None and found is not None:
         if reader is None or (found.unsaid and _marked(quantization) is None):
             said = "has a quantization_config without a quant_method"
             return method, _read_recognized(found, stored, config_path, said)

@@ -20,7 +20,6 @@ from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.packed_layers import WORD_BITS
 from qgemm.checkpoint.words import pack_words
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
-from qgemm.nn.linear_layer import is_conv1d
 from qgemm.numerics.packing import unpack_codes
 from qgemm.scheme import QuantScheme
 
@@ -40,12 +39,12 @@ def tensors_to_write(
     ``int4`` or ``int8-weight``, for projections of an ``nn.MultiheadAttention``, and for sizes that don't fill words or
     groups.
     """
-    written = tensors_for_others(model, tensors, ties, "GPTQ")
+    written = tensors_for_others(model, layers, tensors, ties, "GPTQ")
     for name, layer in layers.items():
         if not can_store(layer.scheme):
             raise ValueError(
                 f"{name} has the scheme {layer.scheme.name!r}, and GPTQ stores int4 and int8-weight schemes: "
-                f"{ways_out(layer.scheme, layers, _fits)}"
+                f"{ways_out(layer.scheme, layers, fits)}"
             )
         _check_sizes(name, layer, layers)
         if isinstance(layer, QuantExperts):
@@ -68,7 +67,8 @@ def _misfits(scheme: QuantScheme, N: int, K: int) -> list[tuple[int, str, int]]:
     return [(count, what, unit) for count, what, unit in units if count % unit]
 
 
-def _fits(scheme: QuantScheme, N: int, K: int) -> bool:
+def fits(scheme: QuantScheme, N: int, K: int) -> bool:
+    """Whether GPTQ's files can hold a layer ``[N, K]`` of ``scheme``."""
     return can_store(scheme) and not _misfits(scheme, N, K)
 
 
@@ -77,7 +77,7 @@ def _check_sizes(name: str, layer: QuantLayer, layers: dict[str, QuantLayer]) ->
         for count, what, unit in _misfits(layer.scheme, N, K):
             raise ValueError(
                 f"{name} has {count} {what} columns, not a multiple of {unit}, which GPTQ doesn't support: "
-                f"{ways_out(layer.scheme, layers, _fits)}"
+                f"{ways_out(layer.scheme, layers, fits)}"
             )
 
 
@@ -117,7 +117,7 @@ def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict
         if name in about and about[name] != common:
             end = r"\.\d+\." if isinstance(module, QuantExperts) else "$"
             dynamic[f"+:^{re.escape(name)}{end}"] = about[name]
-        elif name and (is_target(module) or is_conv1d(module)):
+        elif name and is_target(module):
             dynamic[f"-:^{re.escape(name)}$"] = {}
     return {
         "quant_method": QUANT_METHOD,

@@ -25,7 +25,7 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
-from qgemm.checkpoint.words import unpack_words
+from qgemm.checkpoint.words import select_columns, unpack_words
 from qgemm.nn import linear_class
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes
@@ -33,8 +33,6 @@ from qgemm.scheme import QuantScheme, resolve_scheme
 
 WORD_BITS = 32
 READ_BITS = (4, 8)
-# Which field of a word each of its eight columns is.
-_AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
 _CPU = torch.device("cpu")
 # Values that are unpacked at a time.
 _PIECE = 1 << 20
@@ -232,14 +230,16 @@ def _is_ordered(layer: PackedLayer, g_idx: Tensor, tensor: StoredTensor) -> bool
 
 
 def _zero_fields(words: Tensor, layer: PackedLayer) -> Tensor:
-    """The zero points as they are stored, uint8 ``[groups, N]``."""
-    fields = unpack_words(words, layer.bits, layer.N)
-    return _in_awq_order(fields) if layer.layout == "awq" else fields
+    """The zero points as they are stored, uint8 ``[groups, N]``, those of a word in the order of its fields."""
+    return unpack_words(words, layer.bits, layer.N)
 
 
-def _in_awq_order(fields: Tensor) -> Tensor:
-    """The columns of AWQ's words in their own order."""
-    return fields.reshape(fields.shape[0], -1, 8)[:, :, _AWQ_FIELDS].flatten(1)
+def _unshuffled(layer: PackedLayer, rows: Tensor) -> Tensor:
+    """``rows`` of the weight, which are in the order of the fields of words, in their own."""
+    if layer.layout == "gptq":
+        return rows
+    # Rows 0, 2, 4, 6 are the first four fields of a word, and 1, 3, 5, 7 the others.
+    return rows.view(rows.shape[0] // 8, 2, 4, rows.shape[1]).transpose(1, 2).flatten(0, 2)
 
 
 def _note(contents: Contents, layer: PackedLayer) -> None:
@@ -269,7 +269,7 @@ def _decode(layer: PackedLayer, qweight: Tensor, scales: Tensor, *others: Tensor
         if layer.adds_one:
             # Modulo 2^32, and not field by field: a zero point of 0 was stored as -1, and borrowed from its neighbor.
             words = words + (0x11111111 if layer.bits == 4 else 0x01010101)
-        made.append(_signed(_zero_fields(words, layer), layer.bits).t().contiguous())
+        made.append(_unshuffled(layer, _signed(_zero_fields(words, layer), layer.bits).t().contiguous()))
     if layer.ordered:
         order = rest.pop(0).argsort(stable=True)
         made.append(order.int())
@@ -277,20 +277,24 @@ def _decode(layer: PackedLayer, qweight: Tensor, scales: Tensor, *others: Tensor
     step = cdiv(_PIECE, max(layer.K, 1) * 8) * 8
     pieces = []
     for start in range(0, max(layer.N, 1), step):
-        codes = _codes(layer, qweight, start, min(start + step, layer.N))
-        codes = codes if order is None else codes[:, order]
-        pieces.append(pack_codes(codes) if layer.bits == 4 else codes.view(torch.int8).contiguous())
+        codes = _codes(layer, qweight, order, start, min(start + step, layer.N))
+        stored = pack_codes(codes) if layer.bits == 4 else codes.view(torch.int8)
+        pieces.append(_unshuffled(layer, stored.contiguous()))
     return torch.cat(pieces), *made
 
 
-def _codes(layer: PackedLayer, qweight: Tensor, start: int, stop: int) -> Tensor:
-    """Rows of the weight as uint8: two's complement of 4 bits, or of 8. ``start``: a multiple of 8."""
+def _codes(layer: PackedLayer, qweight: Tensor, order: Tensor | None, start: int, stop: int) -> Tensor:
+    """``[n, K]`` of the weight as uint8, for some rows: two's complement of 4 bits, or of 8.
+
+    ``order``: of columns. ``start``: a multiple of 8; rows of a word are in the order of its fields.
+    """
     # q + 8 and q + 128 differ from these in the highest bit.
     highest = -0x77777778 if layer.bits == 4 else -0x7F7F7F80
     if layer.layout == "gptq":
-        return unpack_words(qweight[:, start:stop].t() ^ highest, layer.bits, layer.K)
-    words = qweight[:, start // 8 : cdiv(stop, 8)] ^ highest
-    return _in_awq_order(unpack_words(words, 4, stop - start)).t().contiguous()
+        codes = unpack_words(qweight[:, start:stop].t() ^ highest, layer.bits, layer.K)
+    else:
+        codes = unpack_words(qweight[:, start // 8 : cdiv(stop, 8)] ^ highest, 4, stop - start).t()
+    return codes if order is None else select_columns(codes, order)
 
 
 def _signed(fields: Tensor, bits: int) -> Tensor:

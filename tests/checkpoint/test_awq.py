@@ -52,6 +52,13 @@ def test_by_the_documented_layout(
     assert torch.equal(model["a"].dequantize(torch.float32).weight, layer.weight)
 
 
+def test_groups_in_an_order_of_their_own(tmp_path: Path) -> None:
+    layer = Layer(g_idx=(torch.arange(64) // 32)[torch.randperm(64)])
+    model = read(write(tmp_path, {"a": {**layer.awq(), "g_idx": layer.g_idx}}, {**CONFIG, "zero_point": True}))
+    assert model["a"].input_order is not None
+    assert torch.equal(model["a"].dequantize(torch.float32).weight, layer.weight)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gemv": ({"version": "gemv"}, {}, r"AWQ's version is 'gemv'; qgemm reads 'gemm', so dequantize it"),
     "gemv_fast": ({"version": "gemv_fast"}, {}, r"version is 'gemv_fast'"),

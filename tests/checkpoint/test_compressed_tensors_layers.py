@@ -213,6 +213,7 @@ def test_groups_of_columns_in_any_order(tmp_path: Path) -> None:
     write(tmp_path, {"0": tensors}, group)
     layer = qgemm.load_quantized(tmp_path, model=lambda: linears((24, 256)))[0]
     assert layer.scheme.name == "int4-64-ordered"
+    assert layer.stored("weight").is_contiguous()
     assert torch.equal(layer.dequantize(torch.float32).weight, weight)
     x = torch.randn(3, 256)
     torch.testing.assert_close(layer(x), x @ weight.t(), rtol=1e-5, atol=1e-4)

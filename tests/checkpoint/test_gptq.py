@@ -110,14 +110,18 @@ def test_asymmetric_layers_are_of_the_version_that_the_config_says(tmp_path: Pat
     assert torch.equal(weight_of(model["a"]), layer.weight)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("ordered", [True, False])
-def test_groups_in_an_order_of_their_own(ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_in_an_order_of_their_own(
+    ordered: bool, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packed_layers, "_PIECE", 500)
     g_idx = torch.arange(64) // 32
-    layer = Layer(g_idx=g_idx[torch.randperm(64)] if ordered else g_idx)
+    layer = Layer(bits=bits, g_idx=g_idx[torch.randperm(64)] if ordered else g_idx)
     # What desc_act says doesn't matter.
-    model = read(write(tmp_path, {"a": layer.gptq()}, {**V1, "desc_act": not ordered}))
+    model = read(write(tmp_path, {"a": layer.gptq()}, {**V1, "bits": bits, "desc_act": not ordered}))
     assert (model["a"].input_order is not None) == ordered
+    assert model["a"].stored("weight").is_contiguous()
     assert torch.equal(weight_of(model["a"]), layer.weight)
     x = torch.randn(3, 64)
     torch.testing.assert_close(model["a"](x), x @ layer.weight.t(), rtol=1e-5, atol=1e-4)

@@ -19,6 +19,7 @@ from checkpoint.foreign import edit_quantization, same_tensors
 from checkpoint.packers import Layer, linears, write
 from checkpoint.samples import SAMPLES, load_sample
 from qgemm import CheckpointError
+from qgemm.checkpoint import formats
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.formats import read_contents
 from qgemm.checkpoint.layout import read_json
@@ -119,6 +120,16 @@ def test_symmetric_layers_tell_the_version_of_gptq(version: int, bits: int, tmp_
         assert torch.equal(model[name].dequantize(torch.float32).weight, layer.weight)
     with pytest.raises(CheckpointError, match=VERSION):
         contents_of(write(tmp_path, {"b": tensors["b"]}, None))
+
+
+@pytest.mark.parametrize("quantization", [None, {"bits": 4, "group_size": 32}])
+def test_tensors_are_looked_at_once(
+    quantization: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, looked = write(tmp_path, {"a": Layer(symmetric=True).gptq()}, quantization), []
+    monkeypatch.setattr(formats, "recognize", lambda stored: looked.append(len(stored)) or recognize(stored))
+    assert contents_of(folder).manifest.layers.keys() == {"a"}
+    assert len(looked) == 1
 
 
 def test_layers_that_tell_two_versions_of_gptq(tmp_path: Path) -> None:

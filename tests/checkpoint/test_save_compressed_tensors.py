@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import qgemm
 from checkpoint.foreign import edit_quantization, logits, needs_the_library, relative, same_tensors
-from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
+from checkpoint.models import Net, quantized_net, tiny_llama
 from qgemm import QuantLinear
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -149,12 +150,73 @@ def test_a_loaded_foreign_checkpoint_is_saved_as_qgemm(tmp_path: Path) -> None:
     assert config["quantization_config"]["quant_method"] == "qgemm"
 
 
-def test_conv1d_is_refused(tmp_path: Path) -> None:
-    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64)
-    model = swap_linears(transformers.GPT2LMHeadModel(config))
-    with pytest.raises(ValueError, match=r"transformer.h.0.attn.c_attn is a Conv1D in GPT2LMHeadModel"):
-        qgemm.save_quantized(model, tmp_path / "new", format="compressed-tensors")
-    assert not (tmp_path / "new").exists()
+def gpt2(cls: type[Any] = transformers.GPT2LMHeadModel, width: int = 32) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "n_embd": width, "n_layer": 1, "n_head": 2, "n_positions": 64, "pad_token_id": 0}
+    return cls(transformers.GPT2Config(**sizes)).eval()
+
+
+def refusal_of(model: nn.Module, folder: Path, format: str = "compressed-tensors") -> str:
+    with pytest.raises(ValueError, match=r"Conv1D|packed") as refusal:
+        qgemm.save_quantized(model, folder, format=format)
+    assert not folder.exists()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("int8", 32), ("int4-32", 32), ("int4-32-int8", 32), ("int8", 34)])
+def test_conv1d_is_refused(scheme: str, width: int, tmp_path: Path) -> None:
+    """GPTQ has it, in words of 4 values and more; without it, nothing of this model is quantized."""
+    model = qgemm.quantize_model(gpt2(width=width), scheme)
+    said, _, ways = refusal_of(model, tmp_path / "new").partition(": ")
+    assert (
+        said
+        == "transformer.h.0.attn.c_attn is a Conv1D in GPT2LMHeadModel, and compressed-tensors supports only nn.Linear"
+    )
+    wanted = ['save it with format="qgemm"']
+    if scheme == "int4-32":
+        wanted.append('save it with format="gptq"')
+        qgemm.save_quantized(model, tmp_path / "gptq", format="gptq")
+    elif width == 32:
+        others = ["int8-weight"] if scheme == "int8" else ["int4-32", "int4-channel", "int8-weight"]
+        qgemm.save_quantized(model, tmp_path / "ours")
+        for other in others:
+            loaded = qgemm.load_quantized(tmp_path / "ours", scheme=other)
+            qgemm.save_quantized(loaded, tmp_path / other, format="gptq")
+        named = " or ".join(", ".join(f'"{other}"' for other in others).rsplit(", ", 1))
+        wanted.append(f'load or quantize it with scheme={named} and save it with format="gptq"')
+    assert ways == ", or ".join(wanted)
+
+
+def test_conv1d_is_left_in_float(tmp_path: Path) -> None:
+    def quantized(**options: Any) -> nn.Module:
+        model = gpt2(transformers.GPT2ForSequenceClassification, width=34)
+        return qgemm.quantize_model(model, include=["score"], **options)
+
+    said = refusal_of(quantized(), tmp_path / "new")
+    way = 'save it with format="qgemm", or quantize the float model with '
+    names = [f"transformer.h.0.{leaf}" for leaf in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    assert said.partition(": ")[2] == f"{way}{', '.join(map(repr, names))} in skip"
+    model = quantized(skip=names)
+    qgemm.save_quantized(model, tmp_path / "new", format="compressed-tensors")
+    assert same_tensors(qgemm.load_quantized(tmp_path / "new"), model)
+    # vLLM's layers of GPT-2 are linear ones.
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]["ignore"] == names
+
+
+@pytest.mark.parametrize(("format", "library"), [("compressed-tensors", "compressed-tensors"), ("gptq", "GPTQ")])
+def test_attention_with_packed_weights_is_refused(format: str, library: str, tmp_path: Path) -> None:
+    def quantized(**options: Any) -> nn.Module:
+        layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+        return qgemm.quantize_model(layers, "int8-weight", **options)
+
+    said = refusal_of(quantized(), tmp_path / "new", format)
+    assert said == (
+        f"layers.0.self_attn was an nn.MultiheadAttention, whose packed weights {library} can't store: save it with "
+        "format=\"qgemm\", or quantize the float model with 'layers.0.self_attn', 'layers.1.self_attn' in skip"
+    )
+    qgemm.save_quantized(quantized(skip=["layers.0.self_attn", "layers.1.self_attn"]), tmp_path / "new", format=format)
+    alone = qgemm.quantize_model(nn.ModuleList([nn.MultiheadAttention(32, 2)]), "int8-weight")
+    assert refusal_of(alone, tmp_path / "alone", format).endswith('can\'t store: save it with format="qgemm"')
 
 
 def test_an_unknown_format(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from checkpoint.foreign import needs_the_library
 from qgemm.checkpoint import words
-from qgemm.checkpoint.words import by_rows, pack_nibbles, pack_words, unpack_nibbles, unpack_words
+from qgemm.checkpoint.words import by_rows, pack_nibbles, pack_words, select_columns, unpack_nibbles, unpack_words
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -34,6 +34,18 @@ def test_two_values_share_a_byte() -> None:
     fields = torch.tensor([[[1, 2], [15, 0]]], dtype=torch.uint8)
     assert pack_nibbles(fields).tolist() == [[[0x21], [0x0F]]]
     assert torch.equal(unpack_nibbles(pack_nibbles(fields)), fields)
+    assert torch.equal(unpack_nibbles(pack_nibbles(fields.flip(-1)), high_first=True), fields)
+    octets = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    for same in (octets, octets.t().contiguous().t(), octets.repeat_interleave(2, dim=1)[:, ::2]):
+        values = [[value for octet in row for value in (octet % 16, octet // 16)] for row in octets.tolist()]
+        assert unpack_nibbles(same).tolist() == values
+    assert unpack_nibbles(octets[:2, 3:4], high_first=True).tolist() == [[0, 3], [1, 3]]
+
+
+def test_columns_in_an_order() -> None:
+    values = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    assert select_columns(values, torch.tensor([2, 0, 3])).tolist() == [[2, 0, 3], [6, 4, 7], [10, 8, 11]]
+    assert select_columns(values[:0], torch.tensor([1])).shape == (0, 1)
 
 
 def test_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
