@@ -264,9 +264,9 @@ def parameters_on_meta(limits: BuildLimits | None = None) -> Iterator[None]:
 class _WeightsOnMeta(TorchFunctionMode):
     """Tensors that are about to become weights take no memory before either: one layer's experts can be gigabytes.
 
-    Weights start as ``torch.empty``, those of experts also filled. Filled vectors and matrices may be masks, so they
-    are made, within ``limits``, whatever dimensions of one they have besides. What a model starts its weights with is left out: to fill nothing with random numbers
-    takes PyTorch a quarter of a millisecond a weight.
+    Weights start as ``torch.empty``, those of experts also filled. Filled vectors and matrices may be masks, whatever
+    dimensions of one they have besides, so they are made, within ``limits``. What a model starts its weights with is
+    left out: to fill nothing with random numbers takes PyTorch a quarter of a millisecond a weight.
     """
 
     def __init__(self, limits: BuildLimits | None) -> None:
