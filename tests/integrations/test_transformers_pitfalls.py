@@ -396,8 +396,9 @@ class _OfTwoNames(LlamaForCausalLM):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.again = self.model.layers[0].mlp.down_proj
-        self._tied_weights_keys = {"again": "model.layers.0.mlp.down_proj"}
+        self.again, self.last = self.model.layers[0].mlp.down_proj, self.model.norm
+        # One as files name it, and one the other way round.
+        self._tied_weights_keys = {"again": "model.layers.0.mlp.down_proj", "model.norm": "last"}
         self.post_init()
 
     def is_custom_code(self) -> bool:
@@ -408,6 +409,7 @@ def test_a_layer_of_two_names(tmp_path: Path) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
     model: Any = qgemm.quantize_model(_OfTwoNames(config).eval())
+    nn.init.normal_(model.last.weight)
     assert isinstance(model.again, QuantLinear)
     model.save_pretrained(tmp_path / "ours")
     loaded = _OfTwoNames.from_pretrained(tmp_path / "ours")

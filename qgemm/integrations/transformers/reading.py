@@ -33,7 +33,7 @@ from qgemm.checkpoint.safetensors_file import (
 )
 from qgemm.checkpoint.safetensors_reader import file_stamp
 from qgemm.checkpoint.stored_report import parse_report, read_report, warn_without_report
-from qgemm.checkpoint.tensors import forget_ties, get_tensor, set_tensor, split_name, transient_names
+from qgemm.checkpoint.tensors import forget_ties, get_tensor, set_tensor, transient_names
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
 from qgemm.model.report import QuantReport
@@ -68,9 +68,10 @@ class QuantizedLoad:
             for name, layer in layers.items():
                 model.set_submodule(name, layer)
         forget_ties(model, layers, manifest.tied)
-        # What files lack transformers makes up, in a layer of two names also what they hold under the other.
-        of_layers = {alias: name for alias, name in manifest.tied.items() if split_name(name)[0] in layers}
-        model.all_tied_weights_keys.update(of_layers)
+        # transformers makes up what the files hold under another name, and so overwrites a module that has both.
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        ties = {alias: name for alias, name in manifest.tied.items() if alias in parameters}
+        model.all_tied_weights_keys.update(ties)
         # What the files hold, by the model's names.
         names = self._names_in_files = {
             name if same_class else _name_in(model, name) or name: name for name in in_files
@@ -80,8 +81,8 @@ class QuantizedLoad:
         if self._stored:
             _check_stored(self._stored, manifest, layers, self._files.config_path)
         # Float buffers that state_dict leaves out are stored too; they are put into place afterwards.
-        known = {re.escape(names[name]) for name in transient_names(model) if name in names}
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *known}
+        put_later = {re.escape(names[name]) for name in transient_names(model) if name in names}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *put_later}
         self._manifest = manifest
 
     def finish(self, model: PreTrainedModel) -> None:

@@ -101,7 +101,7 @@ def check_settings(settings: GenerationConfig, inputs: dict[str, Any], synced: b
 
 def check_prepared(model: PreTrainedModel, input_ids: Tensor, inputs: dict[str, Any]) -> None:
     """Raises ``NotCovered`` if the model's class makes other positions of a prompt than those that it is given."""
-    prepare: Any = type(model).prepare_inputs_for_generation
+    prepare = type(model).prepare_inputs_for_generation  # type: ignore[attr-defined]
     positions = inputs.get("position_ids")
     if prepare is GenerationMixin.prepare_inputs_for_generation or positions is None:
         return
