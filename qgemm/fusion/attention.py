@@ -50,6 +50,7 @@ _HEAD_NORMS = (
     ("qk_norm", "qk_norm"),
 )
 _VALUE_NORM = "v_norm"
+_FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 _ROTATE, _ROTATE_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 
@@ -213,12 +214,18 @@ def _told(attention: Any) -> tuple[Any, Any, float, int]:
     Raises ``NotFused`` for a module that doesn't call them.
     """
     module = sys.modules[type(attention).__module__]
-    functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
+    functions, eager = (getattr(module, name, None) for name in (_FUNCTIONS, _EAGER))
     scaling = getattr(attention, "scaling", getattr(attention, "scale", None))
     head_dim = next((getattr(attention, name) for name in _HEAD_DIM if hasattr(attention, name)), None)
     if scaling is None and head_dim is not None:
         scaling = head_dim**-0.5
-    if functions is None or eager is None or not isinstance(scaling, float) or head_dim is None:
+    if (
+        functions is None
+        or eager is None
+        or not isinstance(scaling, float)
+        or head_dim is None
+        or (_FUNCTIONS not in code_of(attention).co_names)
+    ):
         raise NotFused(f"{type(attention).__name__} doesn't call an attention function of transformers")
     return functions, eager, scaling, head_dim
 
@@ -293,7 +300,7 @@ def _nearest(candidates: Sequence[Any], call: Call, defaults: Mapping[str, Any])
 
 def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any], call: Call) -> FusedLatentAttention:
     module = sys.modules[type(attention).__module__]
-    functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
+    functions, eager = (getattr(module, name, None) for name in (_FUNCTIONS, _EAGER))
     if functions is None or eager is None or not hasattr(attention, "expand_kv"):
         raise NotFused(f"{type(attention).__name__} keeps its latents in an unknown way")
     is_latent = attention._modules.get("q_a_proj") is not None

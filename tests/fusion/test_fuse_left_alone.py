@@ -138,10 +138,11 @@ def test_an_indexer_chooses_keys_of_long_inputs() -> None:
     assert torch.equal(example.output(), expected)
 
 
-def test_projections_of_other_names_and_groups_of_none() -> None:
+def test_projections_of_other_names_groups_of_none_and_attention_that_is_none() -> None:
     other = language_model("AXK2ForCausalLM", **_LATENT, index_head_dim=16, index_n_heads=2)()
     no_groups = language_model("DeepseekV2ForCausalLM", **_LATENT, first_k_dense_replace=0)()
-    for example, parts in ((other, set()), (no_groups, {"mixture"})):
+    linear = language_model("MiniMaxForCausalLM", **_LATENT, head_dim=16, layer_types=2 * ["linear_attention"])()
+    for example, parts in ((other, set()), (no_groups, {"mixture"}), (linear, set())):
         expected = Example(quantize_model(example.model), example.inputs).output()
         fuse(example.model)
         assert {part for record in fusion_report(example.model).records for part in record.parts} >= parts
