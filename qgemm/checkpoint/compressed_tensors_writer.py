@@ -84,7 +84,15 @@ def tensors_to_write(
                 f"{ways_out(layer.scheme, layers, _fits)}"
             )
         _check_groups(name, layer, layers)
-    experts = [name for name, layer in layers.items() if isinstance(layer, QuantExperts)]
+    experts = {name: layer for name, layer in layers.items() if isinstance(layer, QuantExperts)}
+    if unread := [
+        name for name, each in experts.items() if format_of(each.scheme) == INT and not each.activation.gated
+    ]:
+        warn_user(
+            "transformers reads no int8 experts of compressed-tensors, and would make up those without gates, such as "
+            f"{unread[0]}, at random without an error. qgemm.load_quantized reads them. For from_pretrained, save the "
+            'model with format="qgemm"'
+        )
     if lossy := [name for name in experts if format_of(layers[name].scheme) == NVFP4]:
         warn_user(
             f"transformers leaves out the global scales of nvfp4 experts, such as {lossy[0]}, where it reads "

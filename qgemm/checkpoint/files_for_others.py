@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from qgemm.checkpoint.model_names import loses_single_experts
-from qgemm.checkpoint.tensors import transient_names
+from qgemm.checkpoint.tensors import find_module, split_name, transient_names
 from qgemm.model.selection import listed
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, QuantMultiheadAttention
 from qgemm.nn.experts import split_leaf
@@ -42,7 +42,9 @@ def tensors_for_others(
         )
     known_ties = getattr(model, "all_tied_weights_keys", None)
     known = dict(known_ties) if isinstance(known_ties, dict) else {}
-    left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
+    # A layer of two names is written under both: transformers knows of its weight and bias, and of no scale.
+    twice = {alias for alias in ties if isinstance(find_module(model, split_name(alias)[0]), QuantLayer)}
+    left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name} - twice
     return {name: tensor for name, tensor in tensors.items() if name not in left_out}
 
 

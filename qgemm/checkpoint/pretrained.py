@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
@@ -39,7 +39,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     if not is_pretrained(model):
         return {}
     config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr,operator]
-    config.pop("_name_or_path", None)  # the folder that the float model came from, on the machine that saved it
+    _drop_of_a_machine(config)
     _drop_of_a_save(config)
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(_float_dtype(model)).removeprefix("torch.")
@@ -188,6 +188,19 @@ def _drop_controls(values: dict[str, Any]) -> None:
             _drop_controls(value)
 
 
+def _drop_of_a_machine(values: dict[str, Any]) -> None:
+    """Removes the folder that the float model came from, and what is no setting of a part by itself.
+
+    The parts of DBRX's config take no such arguments.
+    """
+    values.pop("_name_or_path", None)
+    for part in values.values():
+        if isinstance(part, dict):
+            _drop_of_a_machine(part)
+            if part.get("output_attentions") is False:
+                del part["output_attentions"]
+
+
 def _drop_of_a_save(config: dict[str, Any]) -> None:
     """Removes what isn't the model's own, but of the checkpoint that it was read from, or is to be written to."""
     for key in (*SETTINGS_KEYS, WEIGHTS_KEY):
@@ -251,9 +264,9 @@ def parameters_on_meta(limits: BuildLimits | None = None) -> Iterator[None]:
 class _WeightsOnMeta(TorchFunctionMode):
     """Tensors that are about to become weights take no memory before either: one layer's experts can be gigabytes.
 
-    Weights start as ``torch.empty``, those of experts also filled. Filled vectors and matrices may be masks, so they
-    are made, within ``limits``. What a model starts its weights with is left out: to fill nothing with random numbers
-    takes PyTorch a quarter of a millisecond a weight.
+    Weights start as ``torch.empty``, those of experts also filled. Filled vectors and matrices may be masks, whatever
+    dimensions of one they have besides, so they are made, within ``limits``. What a model starts its weights with is
+    left out: to fill nothing with random numbers takes PyTorch a quarter of a millisecond a weight.
     """
 
     def __init__(self, limits: BuildLimits | None) -> None:
@@ -269,11 +282,15 @@ class _WeightsOnMeta(TorchFunctionMode):
             return weight
         if func is torch.empty or func in _FILLED or (self._limits is not None and func in _COUNTED):
             out = func(*args, **{**kwargs, "device": "meta"})
-            if func is torch.empty or (func in _FILLED and out.ndim > 2 and out.is_floating_point()):
+            if func is torch.empty or (func in _FILLED and _is_of_experts(out)):
                 return out
             if self._limits is not None:
                 self._limits.count_bytes(out.nbytes)
         return func(*args, **kwargs)
+
+
+def _is_of_experts(filled: Tensor) -> bool:
+    return sum(length > 1 for length in filled.shape) > 2 and filled.is_floating_point()
 
 
 _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)

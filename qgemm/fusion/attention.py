@@ -41,6 +41,7 @@ _QUERY_KEY_VALUE = (
     ("q_proj",),  # keys and values are another layer's
 )
 _BY_HEAD = ("query_key_value",)
+_LATENTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin", "Wo")
 _HEAD_NORMS = (
     ("q_norm", "k_norm"),
@@ -49,6 +50,7 @@ _HEAD_NORMS = (
     ("qk_norm", "qk_norm"),
 )
 _VALUE_NORM = "v_norm"
+_FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 _ROTATE, _ROTATE_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 
@@ -85,7 +87,7 @@ def find_attention(
     """
     if out is None:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
-    if "kv_a_proj_with_mqa" in attention._modules:
+    if _LATENTS[0] in attention._modules:
         return _latent_attention(attention, out, defaults, call)
     names = next((names for names in _QUERY_KEY_VALUE if all(map(attention._modules.get, names))), None)
     if names is None:
@@ -112,6 +114,7 @@ def find_attention(
     columns = getattr(attention, "rotary_ndims", None)
     norms = _head_norms(attention, head_dim)
     values, value_norm = _values(attention, len(names) == 2, norms, head_dim)
+    _check_uses_all(attention, *qkv.layers, out, value_norm, *((norms.query, norms.key) if norms else ()))
     fused = FusedAttention(
         attention,
         qkv,
@@ -162,6 +165,7 @@ def find_cross_attention(
     functions, eager, scaling, head_dim = _told(attention)
     scales_queries = any(type(each) is float and each == 1.0 for each in constants_of(attention))
     query, key, value = (attention._modules[name] for name in _QUERY_KEY_VALUE[0])
+    _check_uses_all(attention, query, key, value, out)
     fused = FusedCrossAttention(
         attention,
         merge([query]),
@@ -177,6 +181,17 @@ def find_cross_attention(
     )
     found: FusedCrossAttention = _nearest([fused], call, defaults)
     return found
+
+
+def _check_uses_all(attention: nn.Module, *used: nn.Module | None) -> None:
+    """Raises ``NotFused`` if there is more in ``attention`` than ``used``, which a few tokens may not show.
+
+    An indexer chooses the keys that are seen once there are more of them than it keeps.
+    """
+    own = attention._modules.items()
+    others = [name for name, child in own if child is not None and child not in used and [*child.parameters()]]
+    if others:
+        raise NotFused(f"{type(attention).__name__} has more than projections and norms: {', '.join(others)}")
 
 
 def _cache_name(attention: nn.Module, defaults: Mapping[str, Any]) -> str:
@@ -199,12 +214,18 @@ def _told(attention: Any) -> tuple[Any, Any, float, int]:
     Raises ``NotFused`` for a module that doesn't call them.
     """
     module = sys.modules[type(attention).__module__]
-    functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
+    functions, eager = (getattr(module, name, None) for name in (_FUNCTIONS, _EAGER))
     scaling = getattr(attention, "scaling", getattr(attention, "scale", None))
     head_dim = next((getattr(attention, name) for name in _HEAD_DIM if hasattr(attention, name)), None)
     if scaling is None and head_dim is not None:
         scaling = head_dim**-0.5
-    if functions is None or eager is None or not isinstance(scaling, float) or head_dim is None:
+    if (
+        functions is None
+        or eager is None
+        or not isinstance(scaling, float)
+        or head_dim is None
+        or (_FUNCTIONS not in code_of(attention).co_names)
+    ):
         raise NotFused(f"{type(attention).__name__} doesn't call an attention function of transformers")
     return functions, eager, scaling, head_dim
 
@@ -279,10 +300,15 @@ def _nearest(candidates: Sequence[Any], call: Call, defaults: Mapping[str, Any])
 
 def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any], call: Call) -> FusedLatentAttention:
     module = sys.modules[type(attention).__module__]
-    functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
+    functions, eager = (getattr(module, name, None) for name in (_FUNCTIONS, _EAGER))
     if functions is None or eager is None or not hasattr(attention, "expand_kv"):
         raise NotFused(f"{type(attention).__name__} keeps its latents in an unknown way")
     is_latent = attention._modules.get("q_a_proj") is not None
+    queries = ("q_a_proj", "q_a_layernorm", "q_b_proj") if is_latent else ("q_proj",)
+    known = [attention._modules.get(name) for name in (*queries, *_LATENTS)]
+    if None in known:
+        raise NotFused(f"the projections of {type(attention).__name__} are unknown")
+    _check_uses_all(attention, *known, out)
     rotations = {name for name in code_of(attention).co_names if name.startswith(_ROTATE)}
     fused = FusedLatentAttention(
         attention,

@@ -106,7 +106,7 @@ def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
 
 def _routings(router: nn.Module, top_k: int, is_biased: bool) -> Iterator[tuple[Routing, bool]]:
     """What ``router`` may do, and whether with a product in float32."""
-    groups, kept_groups = (int(getattr(router, name, 1)) for name in ("num_group", "topk_group"))
+    groups, kept_groups = (int(getattr(router, name, None) or 1) for name in ("num_group", "topk_group"))
     scale, floor = float(getattr(router, "routed_scaling_factor", 1.0)), float(getattr(router, "norm_min", 0.0))
     for kind, normalized, rounds, in_float in product(ROUTINGS, (True, False), (False, True), (False, True)):
         # Models add it to a sum of sigmoids; in MiniMax-M2, which doesn't, none is as low.

@@ -219,7 +219,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
         FusedLayer(
             order.form,
             _steps(found, order, made),
-            multiplier=getattr(layer, "residual_multiplier", 1.0),
+            multiplier=_multiplier(layer),
             residual_first=residual_first,
             scale=(layer, _SCALE) if _SCALE in layer._buffers else None,
             crosses=found.crosses,
@@ -380,6 +380,11 @@ def _steps(found: _Parts, order: _Norms, made: _Branches) -> tuple[Step, ...]:
     if found.has_input:
         steps.append(Step(of["layer input"], None, norms[branches.LAYER_INPUT_NORM]))
     return tuple(steps)
+
+
+def _multiplier(layer: nn.Module) -> float:
+    values = (getattr(layer, name, None) for name in ("residual_multiplier", "residual_scale"))
+    return next((value for value in values if isinstance(value, int | float)), 1.0)
 
 
 def _defaults(layer: nn.Module) -> dict[str, Any]:

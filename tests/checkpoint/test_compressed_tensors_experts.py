@@ -296,6 +296,21 @@ def test_a_scale_that_transformers_leaves_out(scheme: str, is_lost: bool, tmp_pa
     assert error > 0.5 if is_lost else error < 0.05
 
 
+@needs_the_library
+@pytest.mark.parametrize(("scheme", "is_lost"), [("fp8", False), ("int8", True)])
+def test_experts_without_gates_that_transformers_makes_up(scheme: str, is_lost: bool, tmp_path: Path) -> None:
+    example = MIXTURES["nemotron_h"]()
+    model: Any = qgemm.quantize_model(example.model, scheme)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    assert ["such as model.layers.1.mixer.experts, at random" in str(each.message) for each in caught] == [
+        True
+    ] * is_lost
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert bool(info["missing_keys"]) == is_lost
+
+
 def test_layers_that_transformers_skips_are_left_out(tmp_path: Path) -> None:
     # Those of DeepSeek V3 that predict several tokens: of layer 61, one beyond the model's. Float, int8, and packed.
     model: Any = qgemm.quantize_model(MIXTURES["deepseek_v3"]().model)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import DbrxConfig, DbrxForCausalLM
 
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
 from checkpoint.samples import SAMPLES
@@ -66,6 +67,19 @@ def test_transformers_model(family: str, tmp_path: Path) -> None:
         del config["architectures"], config["dtype"], config["_name_or_path"]
     del ours["quantization_config"]["save"]
     assert ours == theirs
+
+
+def test_a_config_whose_parts_take_few_arguments(tmp_path: Path) -> None:
+    parts = {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_top_k": 2},
+    }
+    config = DbrxConfig(d_model=32, n_heads=4, n_layers=1, max_seq_len=32, vocab_size=97, **parts)
+    model = quantize_model(DbrxForCausalLM(config).eval())
+    save_quantized(model, tmp_path)
+    assert_same_tensors(load_quantized(tmp_path), model)
+    # A folder of the machine that saved it.
+    assert "_name_or_path" not in (tmp_path / "config.json").read_text()
 
 
 @pytest.mark.parametrize("build", [FAMILIES["gpt2"], FAMILIES["t5"], FAMILIES["whisper"]])

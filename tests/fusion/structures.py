@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from families.example import VOCABULARY, Example, language_model
+from families.example import LATENT, VOCABULARY, Example, language_model
 
 _TEXT = {
     "vocab_size": VOCABULARY,
@@ -38,6 +38,10 @@ def _text(name: str, **settings: Any) -> Callable[[], Example]:
 STRUCTURES: dict[str, Callable[[], Example]] = {
     "gemma": _text("GemmaForCausalLM", head_dim=16),
     "granite": _text("GraniteForCausalLM", residual_multiplier=0.5, attention_multiplier=0.2),
+    # Latent attention, and branches with a scale.
+    "minicpm3": _text(
+        "MiniCPM3ForCausalLM", **{"num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 2}, **LATENT
+    ),
     # One layer without positions.
     "smollm3": _text("SmolLM3ForCausalLM", no_rope_layers=[1, 0]),
     "glm": _text("GlmForCausalLM", head_dim=16),

@@ -70,6 +70,7 @@ NO_CACHE = {
     "mpt",
     "lfm2",
     "deepseek_v3",
+    "minicpm3",
     "falcon",
     "gpt_neo",
     "gpt2",

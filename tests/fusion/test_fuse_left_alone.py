@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import Example
+from families import VOCABULARY, Example
+from families.example import LATENT, language_model, tokens
 from torch import nn
 
-from qgemm import fuse, fusion_report, unfuse
+from qgemm import fuse, fusion_report, quantize_model, unfuse
 from qgemm.nn.blocks.binding import fused_of
 from tests.fusion.test_fuse import BOTH, Counted, fused_parts, products_in, quantized
 
@@ -112,6 +113,40 @@ def test_a_layer_that_computes_something_else_is_left_alone() -> None:
     assert "something else" in second.reason
     assert fused_of(layer) is None
     assert torch.equal(example.output(), expected)
+
+
+_LATENT = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.1},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, **LATENT},
+}
+
+
+def test_an_indexer_chooses_keys_of_long_inputs() -> None:
+    # As many keys as fuse compares layers on.
+    of_index = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+    settings = {**_LATENT, **of_index, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
+    example = language_model("DeepseekV32ForCausalLM", **settings)()
+    quantize_model(example.model)
+    example.inputs = {"input_ids": tokens(24)}
+    expected = example.output()
+    fuse(example.model)
+    assert (
+        "DeepseekV32Attention has more than projections and norms: indexer"
+        in fusion_report(example.model).records[0].reason
+    )
+    assert torch.equal(example.output(), expected)
+
+
+def test_projections_of_other_names_groups_of_none_and_attention_that_is_none() -> None:
+    other = language_model("AXK2ForCausalLM", **_LATENT, index_head_dim=16, index_n_heads=2)()
+    no_groups = language_model("DeepseekV2ForCausalLM", **_LATENT, first_k_dense_replace=0)()
+    linear = language_model("MiniMaxForCausalLM", **_LATENT, head_dim=16, layer_types=2 * ["linear_attention"])()
+    for example, parts in ((other, set()), (no_groups, {"mixture"}), (linear, set())):
+        expected = Example(quantize_model(example.model), example.inputs).output()
+        fuse(example.model)
+        assert {part for record in fusion_report(example.model).records for part in record.parts} >= parts
+        assert torch.equal(example.output(), expected)
 
 
 def test_layers_that_accelerate_moves_are_left_alone() -> None:

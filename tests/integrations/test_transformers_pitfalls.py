@@ -387,3 +387,34 @@ def test_a_tied_head_that_gets_a_weight_of_its_own(tmp_path: Path) -> None:
     qgemm.save_quantized(model, tmp_path)
     for loaded in (qgemm.load_quantized(tmp_path), LlamaForCausalLM.from_pretrained(tmp_path)):
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+class _OfTwoNames(LlamaForCausalLM):
+    """As detection models have it of their heads: a layer of the decoder that the model holds too."""
+
+    _tied_weights_keys = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.again, self.last = self.model.layers[0].mlp.down_proj, self.model.norm
+        # One as files name it, and one the other way round.
+        self._tied_weights_keys = {"again": "model.layers.0.mlp.down_proj", "model.norm": "last"}
+        self.post_init()
+
+    def is_custom_code(self) -> bool:
+        return False  # of which transformers looks for modules that are shared
+
+
+def test_a_layer_of_two_names(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
+    model: Any = qgemm.quantize_model(_OfTwoNames(config).eval())
+    nn.init.normal_(model.last.weight)
+    assert isinstance(model.again, QuantLinear)
+    model.save_pretrained(tmp_path / "ours")
+    loaded = _OfTwoNames.from_pretrained(tmp_path / "ours")
+    assert_same(loaded, model)
+    assert loaded.again is loaded.model.layers[0].mlp.down_proj
+    with pytest.warns(UserWarning, match="_OfTwoNames"):
+        qgemm.save_quantized(model, tmp_path / "theirs", format="compressed-tensors")
+    assert_same(qgemm.load_quantized(tmp_path / "theirs", model=lambda: _OfTwoNames(config)), model)

@@ -18,7 +18,14 @@ from checkpoint.rewriting import contents
 from cli.command import run
 from families import FAMILIES
 from safetensors.torch import load_file
-from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import qgemm
 from qgemm import CheckpointError, quantize_checkpoint
@@ -70,6 +77,20 @@ def test_experts_that_files_hold_one_by_one(scheme: str, tmp_path: Path) -> None
     quantize_whole(tmp_path / "float", tmp_path / "whole", max_shard_size="20KB", scheme=scheme)
     quantize_checkpoint(tmp_path / "float", tmp_path / "streamed", scheme, max_shard_size="20KB")
     assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+
+
+def test_a_buffer_that_is_no_mask_and_has_three_dimensions(tmp_path: Path) -> None:
+    # Filled like the weights of experts, which aren't made, and then multiplied with what the config says.
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "mamba_d_ssm": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 4, "mamba_d_state": 8}
+    config = FalconH1Config(**sizes, mamba_d_head=16, head_dim=16, ssm_multipliers=[0.5, 0.25, 2.0, 4.0, 3.0])
+    FalconH1ForCausalLM(config).save_pretrained(tmp_path / "float")
+    model = quantize_whole(tmp_path / "float", tmp_path / "whole")
+    quantize_checkpoint(tmp_path / "float", tmp_path / "streamed")
+    assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+    qgemm.save_quantized(model, tmp_path / "for-others", format="compressed-tensors")
+    name = "model.layers.0.mamba.mup_vector"
+    assert torch.equal(qgemm.load_quantized(tmp_path / "for-others").get_buffer(name), model.get_buffer(name))
 
 
 @pytest.mark.slow(quick=["dtype0"])

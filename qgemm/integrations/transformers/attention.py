@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from qgemm.integrations.transformers.cache import NO_MASK, Seen, Stored, Tokens
+from qgemm.integrations.transformers.cache import NO_MASK, Seen, Stored, Tokens, UnfitAttentionError
 from qgemm.kernels.attention.checks import MAX_HEAD_SIZE, MAX_QUERIES
 
 MAX_SCORES = 2**27  # in float32, at a time
@@ -51,6 +51,8 @@ def attention(
         if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
             attention_mask = _visible(0, query.shape[2], key.shape[2], 0, None, query.device)
         return _by_formula(query, key, value, attention_mask, scale, softcap, s_aux), None
+    if not torch.compiler.is_compiling():
+        _check_fits(module, value, attention_mask, about)
     if attention_mask is None and dropout == 0.0 and query.shape[-1] <= MAX_HEAD_SIZE and not _is_prompt(query, about):
         out: Tensor = torch.ops.qgemm.decode_attention(
             query.transpose(1, 2), key, value, about.k_scale, about.v_scale, about.tokens.length, about.tokens.start,
@@ -79,7 +81,9 @@ def mask(
     # With a static cache transformers allows no skip for a single token, and models allow none for masks of their own.
     ordinary = not use_vmap and (allow_is_causal_skip or q_length == 1)
     if isinstance(q_offset, Seen):
-        if ordinary and q_offset.tokens.look_at(attention_mask, q_length):
+        knows = ordinary and q_offset.tokens.look_at(attention_mask, q_length)
+        q_offset.tokens.told_of_mask = not knows
+        if knows:
             return None
         allow_is_causal_skip, q_offset = False, q_offset.tokens.seen()
     elif kv_offset == NO_MASK:
@@ -92,6 +96,18 @@ def mask(
         use_vmap=use_vmap, **others,
     )  # fmt: skip
     return found
+
+
+def _check_fits(module: nn.Module, value: Tensor, mask: Tensor | None, about: Stored) -> None:
+    """Raises ``UnfitAttentionError`` for what the cache's own counts don't say."""
+    about.tokens.unread = False
+    kind = type(module).__name__
+    if about.v_scale is not None and getattr(value, "about", None) is not about:
+        raise UnfitAttentionError(f"{kind} changes values between the cache and attention")
+    if not getattr(module, "is_causal", True):
+        raise UnfitAttentionError(f"{kind} sees the tokens that are to come")
+    if mask is not None and not about.tokens.told_of_mask:
+        raise UnfitAttentionError(f"{kind} makes a mask of its own")
 
 
 def _is_prompt(query: Tensor, about: Stored) -> bool:

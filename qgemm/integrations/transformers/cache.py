@@ -53,6 +53,15 @@ def fits_key_value_cache(model: Any) -> bool:
     return replaceable and getattr(config, "kv_lora_rank", None) is None
 
 
+class UnfitAttentionError(ValueError):
+    """A model attends to keys in its own way, which the attention "qgemm" to a ``KeyValueCache`` knows nothing of."""
+
+    def __init__(self, reason: str) -> None:
+        """``reason``: what the model does."""
+        self.reason = reason
+        super().__init__(f"{reason}, which a KeyValueCache isn't for: use a cache and the attention of transformers")
+
+
 class Tokens:
     """How many tokens a cache holds, on the device and on the host, and where each of its sequences begins."""
 
@@ -76,6 +85,16 @@ class Tokens:
         """How long sequences are at most: attention shares out its work by it."""
         self.first_row = 0
         """Which sequence of the cache is the first of a forward."""
+        self.told_of_mask = True
+        """Whether the mask of this forward was made; else attention has to know without one."""
+        self.unread = False
+        """Whether a layer has stored keys for attention that has to, which hasn't been given them yet."""
+
+    def check_read(self) -> None:
+        """Raises ``UnfitAttentionError`` if the keys that were stored last didn't get to attention as they are."""
+        if self.unread and not torch.compiler.is_compiling():
+            self.unread = False
+            raise UnfitAttentionError("the model changes keys between the cache and attention")
 
     def advance(self, count: int) -> None:
         """Counts ``count`` tokens more. Raises ``ValueError`` if the cache has no room for them."""
@@ -115,7 +134,7 @@ class Tokens:
     def rewind(self, used: int) -> None:
         """Forgets all tokens but the first ``used``."""
         self.length.fill_(used)
-        self.used, self.announced = used, 0
+        self.used, self.announced, self.unread = used, 0, False
         if used == 0:
             self.start, self.masked = None, False
 
@@ -204,6 +223,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         if key_states.dtype != self.dtype or (self.stored_dtype not in (None, INT8.storage, self.dtype)):
             wanted = self.dtype if self.stored_dtype in (None, INT8.storage) else self.stored_dtype
             raise ValueError(f"keys are {key_states.dtype} and the cache is {wanted}: make it with dtype=None")
+        self.tokens.check_read()
         if self.is_first:
             self.tokens.begin(key_states.shape[2])
         return self._of_batch(key_states.shape[0])
@@ -222,6 +242,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         ``fresh``: those of this forward.
         """
         keys, values, k_scale, v_scale = stores
+        self.tokens.unread = not (self.tokens.told_of_mask or torch.compiler.is_compiling())
         if k_scale is None or v_scale is None:
             return keys, values
         about: Any = keys.about  # type: ignore[attr-defined]
@@ -244,7 +265,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
             k_scale = None if self.key_scales is None else self.key_scales[rows]
             v_scale = None if self.value_scales is None else self.value_scales[rows]
             # Not self.keys: what is hung on it must not hold it.
-            keys.about = Stored(self.tokens, self.window, k_scale, v_scale)
+            keys.about = values.about = Stored(self.tokens, self.window, k_scale, v_scale)
             self._views, self._rows, self.batch_size = (keys, values, k_scale, v_scale), rows, batch
         return self._views
 

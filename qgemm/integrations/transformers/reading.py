@@ -68,6 +68,10 @@ class QuantizedLoad:
             for name, layer in layers.items():
                 model.set_submodule(name, layer)
         forget_ties(model, layers, manifest.tied)
+        # transformers makes up what the files hold under another name, and so overwrites a module that has both.
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        ties = {alias: name for alias, name in manifest.tied.items() if alias in parameters}
+        model.all_tied_weights_keys.update(ties)
         # What the files hold, by the model's names.
         names = self._names_in_files = {
             name if same_class else _name_in(model, name) or name: name for name in in_files
@@ -77,8 +81,8 @@ class QuantizedLoad:
         if self._stored:
             _check_stored(self._stored, manifest, layers, self._files.config_path)
         # Float buffers that state_dict leaves out are stored too; they are put into place afterwards.
-        known = {re.escape(names[name]) for name in transient_names(model) if name in names}
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *known}
+        put_later = {re.escape(names[name]) for name in transient_names(model) if name in names}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *put_later}
         self._manifest = manifest
 
     def finish(self, model: PreTrainedModel) -> None:

@@ -99,6 +99,7 @@ class KeyValueContext:
 
     def prefilled(self) -> Hashable:
         """Whether there is padding."""
+        self.cache.tokens.check_read()
         start = self.cache.start
         if start is None:
             return "even"

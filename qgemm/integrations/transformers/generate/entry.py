@@ -20,13 +20,19 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput, GenerationMixin
 
 from qgemm.integrations.transformers.batching import use_in_batches
-from qgemm.integrations.transformers.cache import ARGUMENT, check_cache_dtype
+from qgemm.integrations.transformers.cache import ARGUMENT, UnfitAttentionError, check_cache_dtype
 from qgemm.integrations.transformers.generate.contexts import Context, make_context, use_context
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders
 from qgemm.integrations.transformers.generate.fingerprint import fingerprint
 from qgemm.integrations.transformers.generate.loop import AHEAD, Loop
-from qgemm.integrations.transformers.generate.request import Request, check_model, check_settings, read_request
+from qgemm.integrations.transformers.generate.request import (
+    Request,
+    check_model,
+    check_prepared,
+    check_settings,
+    read_request,
+)
 from qgemm.integrations.transformers.tensor_parallel import process_group
 from qgemm.warn import warn_user
 
@@ -44,6 +50,8 @@ class _Kept:
         self.cache_dtype: torch.dtype | None = None
         self.running = threading.Lock()
         self.told: set[str] = set()
+        self.unfit = ""
+        """Why the model's attention isn't for a ``KeyValueCache``, once that is known."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
         copied = _Kept()
@@ -180,6 +188,9 @@ def decode(
     input_ids = input_ids.to(device)
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     with _running(model) as kept, _plain_tensors(model, inputs.get(ARGUMENT)):
+        if kept.unfit:
+            raise NotCovered(kept.unfit)
+        check_prepared(model, input_ids, inputs)
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
         group = process_group(model)
         if group is not None:
@@ -187,8 +198,6 @@ def decode(
         context, decoder = _take(kept, model, request, cache_dtype)
         if ahead is None:
             ahead = AHEAD if input_ids.is_cuda else 0
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
         assert kept.decoders is not None
         tell = functools.partial(_tell_eager, kept)
         # One process that begins a prompt again would be alone with its sums.
@@ -197,6 +206,9 @@ def decode(
         lent = request.cache is not None or generation_config.return_dict_in_generate
         try:
             sequences = loop.run(streamer).to(home)
+        except UnfitAttentionError as error:
+            kept.unfit = error.reason
+            raise NotCovered(kept.unfit) from error
         finally:
             if not lent:
                 kept.decoders.put_back(context, decoder)

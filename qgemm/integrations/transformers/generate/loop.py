@@ -68,6 +68,8 @@ class Loop:
             if not filled:  # not in the handler, where the error holds what was allocated
                 self._context.rewind(used)
                 self._prefill()
+            if streamer is not None:
+                streamer.put(self._request.input_ids.cpu())
             self._forward_step = self._decoder.forward(self._context.prefilled())
             # As transformers does: experts in float have another implementation for few tokens.
             with self._model._optimize_model_for_decode():

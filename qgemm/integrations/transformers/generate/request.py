@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.utils import (  # type: ignore[attr-defined]
+    GenerationMixin,
     is_deepspeed_zero3_enabled,
     is_fsdp_managed_module,
 )
@@ -96,6 +97,22 @@ def check_settings(settings: GenerationConfig, inputs: dict[str, Any], synced: b
     for name, value in inputs.items():
         if name not in _KNOWN and value is not None:
             raise NotCovered(f"{name} is passed")
+
+
+def check_prepared(model: PreTrainedModel, input_ids: Tensor, inputs: dict[str, Any]) -> None:
+    """Raises ``NotCovered`` if the model's class makes other positions of a prompt than those that it is given."""
+    prepare = type(model).prepare_inputs_for_generation  # type: ignore[attr-defined]
+    positions = inputs.get("position_ids")
+    if prepare is GenerationMixin.prepare_inputs_for_generation or positions is None:
+        return
+    given = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    made = prepare(model, input_ids, is_first_iteration=True, **given).get("position_ids")
+    if (
+        made is None
+        or made.shape[:-1] != positions.shape[:-1]
+        or not torch.equal(made, positions[..., positions.shape[-1] - made.shape[-1] :])
+    ):
+        raise NotCovered(f"{type(model).__name__} makes positions of its own")
 
 
 def read_request(
