@@ -465,7 +465,9 @@ def test_attention_in_another_way_goes_to_transformers(name: str, settings: dict
     if name.startswith(("Bert", "JetMoe", "Doge")):  # and whoever passes the cache is told
         model.set_attn_implementation("qgemm")
         with pytest.raises(ValueError, match=f"{reason}, which a KeyValueCache isn't for: use a cache"):
-            type(model).generate(model, **options, past_key_values=qgemm.KeyValueCache(model.config, 3, 64))
+            type(model).generate(
+                model, **options, past_key_values=qgemm.KeyValueCache(model.config, 3, 64, device=DEVICE)
+            )
 
 
 def test_a_call_within_a_call_goes_to_transformers(llama: PreTrainedModel) -> None:

@@ -34,10 +34,10 @@ class GraphMemory:
         self.device = device
         self.has_collectives = has_collectives
         self.captures = device.type == "cuda"
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         if self.captures:
             self._stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
-            self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -68,6 +68,11 @@ class GraphMemory:
         self._graphs.add(graph)
         return graph
 
+    def end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a graph, whoever has it still."""
+        graph.reset()
+        self._graphs.discard(graph)
+
 
 class Replayed:
     """``replayed(run)`` does what ``run()`` does. ``run`` reads and writes the same tensors in every call."""
@@ -97,7 +102,7 @@ class Replayed:
     def end(self) -> None:
         """Ends the graph; the next call captures another."""
         if self._graph is not None:
-            self._graph.reset()
+            self._memory.end(self._graph)
             self._graph = None
 
 
