@@ -97,6 +97,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         "x is torch.float64; add_norm accepts",
     ),
+    (
+        lambda: dispatch.add_norm(ones(3, 4, dtype=F32), ones(3, 4, dtype=F32), None, ones(5, dtype=F32), None, Norm()),
+        ValueError,
+        "weight is torch.float32 [5]; it must be torch.float32 [4], as x has it",
+    ),
     # activation_quantize
     (
         lambda: dispatch.activation_quantize(ones(3, 5, dtype=F32), "silu", True),
@@ -126,6 +131,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         "weight is torch.float32; it must be one of int8, float8_e4m3fn",
     ),
+    (lambda: multiply(weight_scale=ones(4, dtype=F32)), ValueError, "weight_scale is [4]; it must be [5]"),
     (lambda: multiply(bias=ones(4, dtype=F32)), ValueError, "bias is [4]; it must be [5]"),
     (lambda: multiply(residual=ones(3, 5, dtype=F32)), ValueError, "residual is torch.float32 [3, 5]; it must be"),
     (lambda: multiply(residual=ones(5, dtype=BF16)), ValueError, "residual is torch.bfloat16 [5]; it must be"),
@@ -249,6 +255,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: quant_linear(x=ones(3, 4095, dtype=F32), weight=ones(5, 4096)),
         ValueError,
         "x has 4095 columns but the layer's in_features is 4096",
+    ),
+    (
+        lambda: quant_linear(x=ones(1, INT8.max_k + 1, dtype=F32), weight=ones(5, INT8.max_k + 1)),
+        ValueError,
+        f"K is {INT8.max_k + 1}; int32 holds sums of int8 products",
     ),
     (lambda: quant_linear(x=torch.tensor(1.0)), ValueError, "x has no columns but the layer's in_features is 4"),
     (lambda: quant_linear(x=ones(3, 4)), TypeError, "x is torch.int8; a quantized layer accepts"),
