@@ -104,7 +104,7 @@ class Group:
     def scheme_of(self, is_ordered: bool) -> QuantScheme:
         """The scheme of a layer; ``is_ordered``: it has an order of columns. Raises ``ValueError`` if there is none."""
         weight, mark, activation = self.scheme, "-ordered" if is_ordered else "", ""
-        if self.scheme.startswith("int4") and self.scheme.endswith("-int8"):
+        if self.scheme.endswith("-int8"):
             weight, activation = self.scheme.removesuffix("-int8"), "-int8"
         return resolve_scheme(f"{weight}{mark}{activation}")
 

@@ -60,22 +60,19 @@ def note_input_scale(contents: Contents, layer: str, leaf: str = "input_scale") 
 def note_mxfp8(contents: Contents, layer: str) -> None:
     """A layer with e4m3 ``weight`` ``[N, K]`` and a power of two for each 32 columns, uint8 ``[N, K / 32]``."""
     N, K = matrix(contents, layer, "weight", FP8.storage).shape
-    _note_exponents(contents, layer, N, K)
+    _check_exponents(contents, layer, N, K)
     contents.manifest.layers[layer] = resolve_scheme("mxfp8")
 
 
 def note_mxfp4(contents: Contents, layer: str) -> None:
     """A layer with ``weight_packed`` uint8 ``[N, K / 2]`` and a power of two for each 32 columns."""
     N, K = _note_fp4(contents, layer, "weight_packed")
-    _note_exponents(contents, layer, N, K)
+    _check_exponents(contents, layer, N, K)
     contents.manifest.layers[layer] = resolve_scheme("mxfp4")
 
 
-def _note_exponents(contents: Contents, layer: str, N: int, K: int) -> None:
-    name = f"{layer}.weight_scale"
-    check_scale(contents, name, (torch.uint8, torch.float8_e8m0fnu), {(N, cdiv(K, 32))})
-    if contents.stored[name].dtype != torch.uint8:
-        contents.convert(name, name, (N, cdiv(K, 32)), lambda value: value.view(torch.uint8), torch.uint8)
+def _check_exponents(contents: Contents, layer: str, N: int, K: int) -> None:
+    check_scale(contents, f"{layer}.weight_scale", (torch.uint8,), {(N, cdiv(K, 32))})
 
 
 def note_nvfp4(contents: Contents, layer: str, packed_leaf: str, global_leaf: str, divides: bool) -> None:

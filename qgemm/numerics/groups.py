@@ -86,7 +86,7 @@ def store_scale(scale: Tensor, dtype: str, global_scale: Tensor | None = None) -
     """float32 scales that ``dtype`` holds, as it stores them."""
     if dtype == "e8m0":
         mantissa, exponent = torch.frexp(scale)
-        return (exponent + 126).clamp(0, 254).where(mantissa.isfinite(), 255).to(torch.uint8)
+        return (exponent + 126).where(mantissa.isfinite(), 255).to(torch.uint8)
     if dtype == "e4m3":
         assert global_scale is not None
         return (scale / (global_scale[0] / global_scale[1])).to(FP8.storage)

@@ -123,6 +123,8 @@ def test_what_does_no_damage_is_quantized() -> None:
     found = Sensitivity("kl", 100, OTHER, records)
     for budget in (Budget(bytes=10**6), Budget(kl=0.0)):
         assert choose_schemes(found, budget) == {"a": "int4"}
+    found = Sensitivity("error", 100, OTHER, (*records, LayerSensitivity("b", "int8", 0.01, 0.0, 400, 100)))
+    assert choose_schemes(found, Budget(error=0.0)) == {"a": "int4", "b": None}
 
 
 def test_what_is_refused() -> None:

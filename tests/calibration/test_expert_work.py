@@ -120,6 +120,12 @@ def test_without_data_scales_are_those_of_least_error() -> None:
         assert torch.equal(work.weights["down_proj"].scale[1], mse_scale(weight))
 
 
+def test_awq_leaves_experts_to_another_method_if_it_does_not_clip() -> None:
+    _, block = experts_block("mixtral", tokens=60)
+    AWQ(clip=False).apply(block)
+    assert all(work.weights is None for work in block.experts.values())
+
+
 def test_experts_with_few_tokens_are_rounded_to_nearest_and_said() -> None:
     _, block = experts_block("mixtral", tokens=60)
     [first, *_] = block.experts.values()

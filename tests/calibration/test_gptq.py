@@ -193,8 +193,10 @@ def test_more_damping_is_noted() -> None:
 
 def test_settings_are_checked() -> None:
     assert GPTQ.from_dict(GPTQ(damping=0.1).to_dict()) == GPTQ(damping=0.1)
-    with pytest.raises(ValueError, match="damping is -1"):
-        GPTQ(damping=-1.0)
+    assert GPTQ(block_size=1, damping=0).block_size == 1
+    for damping in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"damping is {damping}"):
+            GPTQ(damping=damping)
     with pytest.raises(ValueError, match="block_size is 0"):
         GPTQ(block_size=0)
 

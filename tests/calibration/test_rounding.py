@@ -176,6 +176,7 @@ def test_the_method_decides_weights_with_and_without_data() -> None:
     for block, moment in ((plain, None), (weighted, x.T @ x / 50)):
         weight = block.layers["0"].weight
         assert weight is not None
+        assert block.layers["0"].notes == []
         expected = mse_scale(linear.weight.detach(), grid(8), moment)
         torch.testing.assert_close(weight.scale, expected)
         assert torch.equal(weight.values, round_weight(linear.weight, weight.scale).values)
@@ -215,6 +216,12 @@ def test_weights_of_every_scheme(name: str) -> None:
         assert losses[0] <= losses[1] * (1 + 1e-6)
         if scheme.format.bits == 4 and scheme.scale_dtype in ("bfloat16", "steps"):
             assert losses[0] < 0.99 * losses[1]
+
+
+def test_the_largest_magnitude_of_either_sign_determines_the_global_scale() -> None:
+    weight, scheme = heavy_tailed(16, 64).abs(), resolve_scheme("nvfp4").weight
+    positive, negative = (dequantize(round_to_nearest(each, scheme), scheme) for each in (weight, -weight))
+    assert torch.equal(negative, -positive)
 
 
 def test_powers_of_two_may_be_halved_or_doubled() -> None:

@@ -224,6 +224,9 @@ def test_settings() -> None:
     method = SmoothQuant("search", through_linear=False)
     assert SmoothQuant.from_dict(method.to_dict()) == method
     assert SmoothQuant.from_dict({"alpha": 1}) == SmoothQuant(1.0)
+    assert SmoothQuant(0).alpha == 0
+    with pytest.raises(ValueError, match="alpha is None; it must be 0 to 1, or 'search'"):
+        SmoothQuant(None)  # type: ignore[arg-type]
     for alpha in (-0.1, 1.5, "best"):
         with pytest.raises(ValueError, match="alpha"):
             SmoothQuant.from_dict({"alpha": alpha})

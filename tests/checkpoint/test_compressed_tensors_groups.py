@@ -23,6 +23,7 @@ FP8_BLOCK = weights(8, "block", kind="float", block_structure=[128, 128])
         (group_of("pack-quantized", weights(4, "group", 48)), "int4-48", ""),
         (group_of("pack-quantized", {"num_bits": 4, "group_size": 128}), "int4", ""),
         (group_of("pack-quantized", {"num_bits": 8, "group_size": -1}), "int8-weight", ""),
+        (group_of("pack-quantized", {"group_size": -1}), "int8-weight", ""),
         (
             group_of("int-quantized", weights(4, "channel", symmetric=False), INT8_TOKENS),
             "int4-channel-asymmetric-int8",
@@ -78,8 +79,20 @@ def test_one_scale_for_all_activations_becomes_one_for_each_token(group: dict[st
             group_of("float-quantized", {**FP8_BLOCK, "block_structure": [64, 64]}, FP8_GROUPS),
             r"per block of \(64, 64\)",
         ),
+        (group_of("float-quantized", {**FP8_BLOCK, "block_structure": [128, 64]}), r"per block of \(128, 64\)"),
+        (
+            group_of("float-quantized", {**FP8_BLOCK, "block_structure": "128xK"}),
+            "fp8 weights scaled per block, stored",
+        ),
+        (
+            group_of("float-quantized", {**FP8_BLOCK, "block_structure": [128] * 3}),
+            "fp8 weights scaled per block, stored",
+        ),
+        (group_of("float-quantized", {**FP8_BLOCK, "strategy": "row"}), "fp8 weights scaled per row"),
         (group_of("float-quantized", weights(8, "group", 32, "float"), FP8_MX), "per group of 32, stored as 'float-q"),
+        (group_of("mxfp8-quantized", FP8_ROWS), "fp8 weights scaled per channel, stored as 'mxfp8"),
         (group_of("nvfp4-pack-quantized", {**NVFP4, "symmetric": False}), "asymmetric weights"),
+        (group_of("nvfp4-pack-quantized", weights(4, "channel", kind="float")), "fp4 weights scaled per channel"),
         (group_of("nvfp4-pack-quantized", weights(4, "group", 32, "float")), "per group of 32, stored as 'nvfp4"),
         (group_of("mxfp6-pack-quantized", weights(6, "group", 32, "float")), "weights of 6 bits, 'float'"),
         (group_of("float-quantized", weights(8, "channel")), "stored as 'float-quantized'"),
@@ -91,6 +104,10 @@ def test_one_scale_for_all_activations_becomes_one_for_each_token(group: dict[st
         (group_of("int-quantized", [8]), "weights that are no object"),  # type: ignore[arg-type]
         ({"targets": ["Linear"]}, "leaves the weights in float"),
         (group_of("int-quantized", weights([8], "channel")), r"weights of \[8\] bits"),  # type: ignore[arg-type]
+        (group_of("pack-quantized", weights(4, "channel", symmetric="no")), "symmetric 'no'"),
+        (group_of("pack-quantized", weights(4, "channel"), {**INT8_TOKENS, "dynamic": "all"}), "dynamic 'all'"),
+        (group_of("pack-quantized", weights(4, "group", "128")), "weights of 4 bits"),  # type: ignore[arg-type]
+        (group_of("int-quantized", weights(8, "channel"), {**INT8_TOKENS, "num_bits": None}), "of None bits"),
         (group_of("int-quantized", weights(8, ["group"])), r"scaled per \['group'\]"),  # type: ignore[arg-type]
         (group_of([], weights(8, "channel")), r"stored as \[\]|stored as None"),  # type: ignore[arg-type]
     ],
@@ -98,3 +115,11 @@ def test_one_scale_for_all_activations_becomes_one_for_each_token(group: dict[st
 def test_what_is_refused(group: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         parse_group("group_0", group, None)
+
+
+@pytest.mark.parametrize("inputs", [None, INT8_TOKENS])
+def test_layers_with_an_order_of_columns(inputs: dict[str, Any] | None) -> None:
+    parsed = parse_group("group_0", group_of("int-quantized", weights(4, "group", 32), inputs), None)
+    activations = "" if inputs is None else "-int8"
+    assert parsed.scheme_of(is_ordered=True).name == f"int4-32-ordered{activations}"
+    assert parsed.scheme_of(is_ordered=False).name == f"int4-32{activations}"

@@ -110,6 +110,30 @@ def test_asymmetric_layers_are_of_the_version_that_the_config_says(tmp_path: Pat
     assert torch.equal(weight_of(model["a"]), layer.weight)
 
 
+@pytest.mark.parametrize("z", [6, 7, 8, 10])
+def test_a_zero_point_beside_the_middle_is_kept(z: int, tmp_path: Path) -> None:
+    layer = Layer()
+    layer.z[:] = z
+    model = read(write(tmp_path, {"a": layer.gptq()}, V1))
+    assert (model["a"].weight_zero_point is None) == (z == 8)
+    assert torch.equal(weight_of(model["a"]), layer.weight)
+
+
+def test_symmetric_layers_of_both_versions(tmp_path: Path) -> None:
+    layers = {"a": Layer(symmetric=True), "b": Layer(symmetric=True, seed=1)}
+    tensors = {name: layer.gptq(version) for version, (name, layer) in enumerate(layers.items(), 1)}
+    model = read(write(tmp_path, tensors, {**V1, "sym": True}), a=(16, 64), b=(16, 64))
+    assert [layer.scheme.name for layer in model.values()] == ["int4-32", "int4-32"]
+    assert all(torch.equal(weight_of(model[name]), layer.weight) for name, layer in layers.items())
+
+
+@pytest.mark.parametrize("said", [-1, 0, 64])
+def test_groups_are_as_many_as_there_are_scales(said: int, tmp_path: Path) -> None:
+    layer = Layer()
+    model = read(write(tmp_path, {"a": layer.gptq()}, {**V1, "group_size": said}))
+    assert torch.equal(weight_of(model["a"]), layer.weight)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_groups_in_an_order_of_their_own(
@@ -185,6 +209,7 @@ def test_positions_that_old_versions_stored(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "2 bits": ({"bits": 2}, {"qweight": (4, 16), "qzeros": (2, 1)}, r"layer a has 2 bits; qgemm reads GPTQ of 4 and 8"),
     "3 bits": ({"bits": 3}, {"qweight": (6, 16), "qzeros": (2, 2)}, r"layer a has 3 bits"),
+    "unsaid bits": ({}, {"qweight": (6, 32), "qzeros": (2, 3), "scales": torch.ones(2, 32).half()}, r"a has 3 bits"),
     "5 bits": ({"bits": 5}, {"qweight": (10, 16), "qzeros": (2, 3)}, r"layer a has 5 bits"),
     "marlin": ({"checkpoint_format": "marlin"}, {}, r"is 'marlin'; qgemm reads 'gptq' and 'gptq_v2', so dequantize it"),
     "old marlin": ({"is_marlin_format": True}, {}, r"checkpoint_format is 'marlin'"),

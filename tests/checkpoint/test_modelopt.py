@@ -111,6 +111,10 @@ NVFP4 = {"weight": torch.zeros(32, 32, dtype=torch.uint8), "weight_scale": torch
         ),
         ({"weight_scale": torch.ones(())}, "0 has weight None"),
         (
+            {"weight": E4M3, "weight_scale": torch.ones(32, 1, dtype=torch.uint8)},
+            r"0.weight_scale is torch.uint8 \[32, 1\]; it must be torch.uint8 and \[32, 2\]",
+        ),
+        (
             {"weight": torch.zeros(16, 64, dtype=torch.uint8), "weight_scale": torch.ones(32, 1)},
             "0 has weight torch.uint",
         ),

@@ -63,6 +63,7 @@ def test_int8_of_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_schemes(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requantize, "_PIECE", 200)
     layer = Layer()
+    layer.scale[:8] /= 16  # the global scale is that of the largest piece
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
     folder = write(tmp_path, {"a": {**layer.gptq(), "bias": torch.randn(16).half()}}, config)
     made: Any = qgemm.load_quantized(folder, model=linears(bias=True, a=(16, 64)), scheme=scheme)["a"]
@@ -87,12 +88,16 @@ def test_layers_that_have_the_scheme_stay(tmp_path: Path) -> None:
     assert same(qgemm.load_quantized(tmp_path / "b", model=Net), loaded.state_dict())
 
 
-@pytest.mark.parametrize("scheme", ["int8-static", "int8-static-asymmetric", "int8-hadamard", "fp8-block"])
+@pytest.mark.parametrize(
+    "scheme", ["int8-static", "int8-static-asymmetric", "int8-hadamard", "int8-outliers-16", "fp8-block"]
+)
 def test_of_every_kind_of_layer(scheme: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(64, 16, bias=name == "a") for name in "ab"})
+    kept = {"outlier_columns": 2 * torch.arange(16)} if "outliers" in scheme else {}
     for name in "ab":
-        model[name] = linear_class(scheme).from_linear(model[name], scheme, input_scale_for(resolve_scheme(scheme)))
+        input_scale = input_scale_for(resolve_scheme(scheme))
+        model[name] = linear_class(scheme).from_linear(model[name], scheme, input_scale, **kept)
     qgemm.save_quantized(model, tmp_path)
 
     def build() -> nn.Module:

@@ -89,6 +89,11 @@ def test_what_is_for_float_models(config: QGemmConfig, message: str, folder: Pat
         load(folder, config)
 
 
+def test_a_scheme_that_needs_data_is_for_float_models(folder: Path) -> None:
+    with pytest.raises(ValueError, match="scheme is 'int8-static', which needs data to run the model on"):
+        load(folder, QGemmConfig("int8-static"))
+
+
 def test_layers_that_are_not_here_whole(folder: Path, tmp_path: Path) -> None:
     places = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}

@@ -189,6 +189,14 @@ def test_quant_linear(static: bool, limit: int, dtype: torch.dtype, monkeypatch:
             assert torch.equal(out.nan_to_num(nan=77), wanted.nan_to_num(nan=77))
 
 
+@pytest.mark.parametrize("scale", [torch.rand(()), torch.rand(1), torch.rand(18)])
+def test_scaled_mm_in_blocks(scale: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LIMITS:
+        monkeypatch.setattr(cpu, name, 1)
+    a, b, b_scale = int8(18, 70), int8(70, 40), torch.rand(40)
+    assert torch.equal(cpu.scaled_mm(a, b, scale, b_scale), scaled_mm_reference(a, b, scale, b_scale))
+
+
 def test_blocks_are_of_about_one_size() -> None:
     assert list(cpu._blocks(768, 384, 2**18)) == [slice(0, 384), slice(384, 768)]
     assert list(cpu._blocks(300, 2**20, 2**20, least=128)) == [slice(0, 150), slice(150, 300)]

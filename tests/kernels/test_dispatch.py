@@ -97,6 +97,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         "x is torch.float64; add_norm accepts",
     ),
+    (
+        lambda: dispatch.add_norm(ones(3, 4, dtype=F32), ones(3, 4, dtype=F32), None, ones(5, dtype=F32), None, Norm()),
+        ValueError,
+        "weight is torch.float32 [5]; it must be torch.float32 [4], as x has it",
+    ),
     # activation_quantize
     (
         lambda: dispatch.activation_quantize(ones(3, 5, dtype=F32), "silu", True),
@@ -107,6 +112,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "swish", True),
         ValueError,
         "activation is 'swish'; it must be one of ['gelu',",
+    ),
+    (
+        lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "silu", True, ones(2, dtype=F32)),
+        ValueError,
+        "input_scale is torch.float32 [2]; a static scale is one float32 number",
     ),
     # multiply
     (lambda: multiply(q=ones(3, 4, dtype=F32)), TypeError, "q is torch.float32 and weight torch.int8"),
@@ -121,6 +131,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         "weight is torch.float32; it must be one of int8, float8_e4m3fn",
     ),
+    (lambda: multiply(weight_scale=ones(4, dtype=F32)), ValueError, "weight_scale is [4]; it must be [5]"),
     (lambda: multiply(bias=ones(4, dtype=F32)), ValueError, "bias is [4]; it must be [5]"),
     (lambda: multiply(residual=ones(3, 5, dtype=F32)), ValueError, "residual is torch.float32 [3, 5]; it must be"),
     (lambda: multiply(residual=ones(5, dtype=BF16)), ValueError, "residual is torch.bfloat16 [5]; it must be"),
@@ -197,6 +208,12 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dispatch.int_mm(ones(3, 4), ones(4, 5, device="meta")), ValueError, "a is on cpu but b is on meta"),
     (lambda: dispatch.int_mm(ones(3, 4).to_sparse(), ones(4, 5)), ValueError, "a is torch.sparse_coo"),
     # scaled_mm
+    (
+        lambda: scaled_mm(a=ones(3, 4, dtype=F32), b=ones(4, 5, dtype=F32)),
+        TypeError,
+        "a is torch.float32; it must be one of int8, float8_e4m3fn (quantize_rows makes it)",
+    ),
+    (lambda: scaled_mm(b=ones(4, 5, dtype=F32)), TypeError, "b is torch.float32; it must be torch.int8"),
     (lambda: scaled_mm(a_scale=0.5), TypeError, "a_scale is a float; it must be a float32 tensor: torch.tensor(0.5)"),
     (lambda: scaled_mm(b_scale=ones(5, dtype=F16)), TypeError, "b_scale is torch.float16; scales are torch.float32"),
     (lambda: scaled_mm(a_scale=ones(5, dtype=F32)), ValueError, "a_scale is [5]; it must be [3] or a single number"),
@@ -239,6 +256,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "x has 4095 columns but the layer's in_features is 4096",
     ),
+    (
+        lambda: quant_linear(x=ones(1, INT8.max_k + 1, dtype=F32), weight=ones(5, INT8.max_k + 1)),
+        ValueError,
+        f"K is {INT8.max_k + 1}; int32 holds sums of int8 products",
+    ),
     (lambda: quant_linear(x=torch.tensor(1.0)), ValueError, "x has no columns but the layer's in_features is 4"),
     (lambda: quant_linear(x=ones(3, 4)), TypeError, "x is torch.int8; a quantized layer accepts"),
     (
@@ -266,6 +288,17 @@ def test_what_is_refused_when_changed_is_taken_otherwise() -> None:
     assert torch.equal(scaled_mm(), torch.full((3, 5), 5.0))
     assert torch.equal(matmul(), torch.full((3, 5), 4.0))
     assert torch.equal(quant_linear().round(), torch.full((3, 5), 4.0))
+
+
+def test_one_number_is_a_scale_of_all() -> None:
+    number = ones(1, dtype=F32)
+    assert torch.equal(scaled_mm(a_scale=number, b_scale=number), scaled_mm())
+
+
+def test_only_gates_and_ups_are_an_even_number_of_columns() -> None:
+    for columns, gated in ((5, False), (6, True), (8, True)):
+        q, _ = dispatch.activation_quantize(ones(3, columns, dtype=F32), "silu", gated)
+        assert q.shape == (3, columns // 2 if gated else columns)
 
 
 @pytest.mark.parametrize("config", [None, GemmConfig(16, 32, 64, num_warps=2, num_stages=2)])

@@ -177,10 +177,12 @@ def test_autocast_keeps_the_dtype_of_x(device: torch.device) -> None:
         ({"bias": lambda b: b[1:]}, r"bias is \[39\]"),
         ({"scale": lambda s: s.to("meta")}, "scale is on meta"),
         ({"format": lambda _: "nf4", "int8_activations": lambda _: True}, "format is 'nf4'; int8_activations are for"),
+        ({"int8_activations": lambda _: True, "step": lambda _: torch.ones(40)}, "step is for .* without a zero_point"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str, device: torch.device) -> None:
     good = {"x": torch.randn(3, K, device=device), **operands("int4 zero points", device)[0], "int8_activations": False}
+    good["step"] = None
     changed = {**good, **{name: change(good[name]) for name, change in changes.items()}}
     with pytest.raises((TypeError, ValueError), match=message):
         weight_only_linear(changed.pop("x"), QuantizedWeight(**changed))

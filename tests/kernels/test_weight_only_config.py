@@ -1,5 +1,7 @@
 """The tiles of products with stored weights: no tile is larger than a multiprocessor, K is shared where N is short."""
 
+from itertools import pairwise
+
 import pytest
 
 from qgemm.kernels.weight_only.config import (
@@ -77,6 +79,23 @@ def shared_well(tile: Shareable, tiles: int, programs: int, steps: int) -> None:
         assert tile.sharers <= tile.shared * steps
         assert tile.parts <= MAX_PARTS
         assert (tiles - tile.shared) % programs == 0
+    grid = tile.grid(tiles, programs)
+    assert tile.sharers <= grid <= programs
+    assert grid == min(tiles - tile.shared, programs) or tiles == tile.shared
+    assert (tile.unshared.shared, tile.unshared.sharers) == (0, 0)
+
+
+@pytest.mark.parametrize(("shared", "sharers"), [(1, 7), (3, 4), (3, 5), (3, 6), (4, 12), (5, 11)])
+def test_parts_of_a_tile_and_room_for_them(shared: int, sharers: int) -> None:
+    """Of programs whose ranges of blocks reach into a tile, with the place in memory that each leaves its sums in."""
+    way = Shareable(shared=shared, sharers=sharers)
+    for blocks in range(sharers, 4 * sharers):
+        starts = [program * shared * blocks // sharers for program in range(sharers + 1)]
+        reached = [{start // blocks, (end - 1) // blocks} for start, end in pairwise(starts)]
+        parts = max(sum(tile in tiles for tiles in reached) for tile in range(shared))
+        assert parts <= way.parts <= parts + (sharers % shared > 0)
+        places = 1 + max(program + tile for program, tiles in enumerate(reached) for tile in tiles)
+        assert way.partial_sums(8, 2) >= places * 8 * 2
 
 
 def test_small_groups_and_parts_of_blocks_have_no_ring() -> None:

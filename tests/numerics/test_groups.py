@@ -123,6 +123,11 @@ def test_scales_of_powers_of_two(device: torch.device) -> None:
     assert float_scale(torch.tensor([255], dtype=torch.uint8)).isnan().all()
 
 
+def test_e8m0_stores_whatever_it_has_read() -> None:
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(store_scale(float_scale(bytes_), "e8m0"), bytes_)
+
+
 def test_scales_of_e4m3(device: torch.device) -> None:
     weight = torch.randn(8, 64, device=device) * torch.logspace(-5, 1, 8, device=device)[:, None]
     weight[3] = 0
@@ -134,10 +139,18 @@ def test_scales_of_e4m3(device: torch.device) -> None:
     stored = store_scale(scale, "e4m3", unit)
     assert stored.dtype == torch.float8_e4m3fn
     assert 224 < stored.float().amax() <= 448
+    assert stored[3].float().tolist() == [2.0**-9] * 4
     assert torch.equal(float_scale(stored, unit), scale)
     # It follows from the scales alone.
     again = global_scale_of(scale.amax() * FP4.steps, FP4)
     assert torch.equal(float_scale(store_scale(scale, "e4m3", again), again), scale)
+
+
+def test_the_global_scale_of_zeros_follows_from_their_scales(device: torch.device) -> None:
+    weight = torch.zeros(2, 32, device=device)
+    unit = global_scale_of(weight.amax(), FP4)
+    _, scale, _ = quantize_groups(weight, 16, FP4, "e4m3", unit)
+    assert torch.equal(global_scale_of(scale.amax() * FP4.steps, FP4), unit)
 
 
 @pytest.mark.parametrize("dtype", SCALE_DTYPES)
@@ -157,6 +170,10 @@ def test_a_global_scale_divides_as_others_have_it() -> None:
     factor, divisor = torch.tensor([0.3, 1.0]), torch.tensor([1.0, 3475.394])
     assert torch.equal(float_scale(stored, factor), stored.float() * torch.tensor(0.3))
     assert torch.equal(float_scale(stored, divisor), stored.float() / torch.tensor(3475.394))
+    for unit in (factor, divisor):
+        assert torch.equal(store_scale(float_scale(stored, unit), "e4m3", unit), stored)
+        scale = float_scale(stored, unit).abs()
+        torch.testing.assert_close(round_scale(scale, "e4m3", FP4, unit), scale)
 
 
 def stored(
@@ -220,6 +237,23 @@ def test_steps_cost_little(spread_of_groups: float, device: torch.device) -> Non
     assert errors[1] <= errors[0] * (1.01 if spread_of_groups < 1 else 1.2)
 
 
+def test_a_group_of_zeros_does_not_determine_the_step(device: torch.device) -> None:
+    weight = torch.randn(2, 256, device=device) / 1000
+    weight[0, :128] = 0
+    q, scale, _ = quantize_groups(weight, 128, INT4, "steps")
+    assert ((q * spread(scale, 128, 256) - weight).abs() <= 0.6 * weight.abs().amax() / INT4.steps).all()
+
+
+def test_no_other_step_is_nearer(device: torch.device) -> None:
+    scale = torch.rand(60, 8, device=device) + torch.linspace(0, 1, 60, device=device)[:, None]
+    rounded = round_scale(scale, "steps")
+    # All of four significant bits whose 16-fold reaches the largest scale.
+    steps = torch.tensor([digits * 2.0**exponent for exponent in range(-9, -2) for digits in range(8, 16)]).to(device)
+    multiples = (scale[:, None] / steps[:, None]).round().clamp(1, 16) * steps[:, None]
+    errors = (multiples - scale[:, None]).square().sum(2).where(steps * 16 >= scale.amax(1, keepdim=True), torch.inf)
+    torch.testing.assert_close((rounded - scale).square().sum(1), errors.amin(1))
+
+
 def test_scales_that_are_no_multiples_of_a_step(device: torch.device) -> None:
     scale = torch.rand(4, 9, device=device).bfloat16()
     assert steps_of(scale) is None
@@ -227,6 +261,7 @@ def test_scales_that_are_no_multiples_of_a_step(device: torch.device) -> None:
     assert steps_of(scale).equal(torch.ones(4, device=device))  # type: ignore[union-attr]
     scale[2, 3] = 17
     assert steps_of(scale) is None
+    assert steps_of(scale[:, :0]).shape == (4,)  # type: ignore[union-attr]
     scale[2, 3] = torch.nan
     assert steps_of(scale) is None
     scale[2, 3] = -1

@@ -80,6 +80,11 @@ def test_sums_of_float16_do_not_overflow_on_the_way(device: torch.device) -> Non
     assert not out[0, 1:].any()
 
 
+def test_small_values_of_float16_do_not_vanish_on_the_way(device: torch.device) -> None:
+    x = torch.randn(1, 4096, device=device).half() * 2**-6
+    torch.testing.assert_close(hadamard(x).float(), hadamard(x.float()), rtol=2**-9, atol=2**-15)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("K", [96, 2048])
 def test_what_is_not_finite_stays_so(value: float, K: int, device: torch.device) -> None:

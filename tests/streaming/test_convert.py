@@ -151,6 +151,11 @@ def test_a_calibration_of_what_is_not_the_input_is_refused(scheme: str, source: 
         quantize_checkpoint(source, tmp_path / "new", scheme, calibration=batches)
 
 
+def test_a_scheme_that_changes_biases_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'int8-static-asymmetric' changes biases, which isn't possible from files to"):
+        quantize_checkpoint(source, tmp_path / "new", "int8-static-asymmetric", calibration=qgemm.Calibration(MinMax()))
+
+
 def test_weights_larger_than_what_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 2^16 values are quantized at a time at least: the largest weights here take 5 and more pieces, an odd number of
     # rows each; what is copied is cut small.
