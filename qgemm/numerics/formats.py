@@ -133,10 +133,11 @@ class Format:
             return torch.tensor([first.get(value, 0) for value in halves], dtype=torch.uint8), []
         codes = [first[value] for value in sorted(first)]
         values = torch.tensor(sorted(first), dtype=torch.float64)
-        bounds = ((values[1:] + values[:-1]) / 2).float()
+        middles = (values[1:] + values[:-1]) / 2
+        bounds = middles.float()
         # A half goes to the even code: up, then, if the lower one's is odd.
-        odd = torch.tensor(codes)[:-1] % 2 == 1
-        bounds = bounds.where(~odd, torch.nextafter(bounds, torch.full_like(bounds, -torch.inf)))
+        is_above = (bounds > middles) | ((bounds == middles) & (torch.tensor(codes)[:-1] % 2 == 1))
+        bounds = bounds.where(~is_above, torch.nextafter(bounds, torch.full_like(bounds, -torch.inf)))
         return torch.tensor(codes, dtype=torch.uint8), bounds.tolist()
 
 

@@ -93,3 +93,21 @@ def test_halves_of_e2m1_go_to_even_codes() -> None:
     assert FP4.encode(halves).tolist() == [0, 2, 2, 4, 4, 6, 6]
     assert FP4.decode(FP4.encode(-halves)).tolist() == [0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0]
     assert FP4.nearest_(halves.double().clone()).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("form", [FP4, NF4])
+def test_codes_beside_the_middle_of_two_values(form: Format) -> None:
+    """The two float32 next to it, and itself if it is one: then the even code."""
+    assert form.table is not None
+    values = torch.tensor(form.table, dtype=torch.float64)
+    ordered = values.unique()
+    middles = ((ordered[1:] + ordered[:-1]) / 2).float()
+    beside = [middles.nextafter(torch.full_like(middles, end)) for end in (-torch.inf, torch.inf)]
+    x = torch.cat([middles, *beside])
+    gaps = (x.double()[:, None] - values).abs()
+    nearest = gaps == gaps.amin(1, keepdim=True)
+    codes = form.encode(x).long()
+    assert nearest.gather(1, codes[:, None]).all()
+    is_tie = (nearest & (values != values[codes][:, None])).any(1)
+    assert is_tie.any()
+    assert (codes[is_tie] % 2 == 0).all()
