@@ -273,5 +273,14 @@ def _is_watched(module: nn.Module) -> bool:
     """Whether others would see a call of ``module``, or have another in its place."""
     if module._forward_pre_hooks or has_own_forward(module):
         return True
-    # transformers' own record attention weights, and do nothing where none are asked for.
-    return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in module._forward_hooks.values())
+    return any(map(_is_active, module._forward_hooks.values()))
+
+
+def _is_active(hook: Any) -> bool:
+    """Whether a hook does something: transformers' own record what is asked for, such as logits of routers."""
+    if getattr(hook, "__name__", "") != "output_capturing_hook" or torch.compiler.is_compiling():
+        return True
+    if not (collected := hook.__globals__["_active_collector"].get()):
+        return False
+    own = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
+    return own["key"].cell_contents in collected
