@@ -13,6 +13,7 @@ place.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -280,7 +281,8 @@ def _is_active(hook: Any) -> bool:
     """Whether a hook does something: transformers' own record what is asked for, such as logits of routers."""
     if getattr(hook, "__name__", "") != "output_capturing_hook" or torch.compiler.is_compiling():
         return True
-    if not (collected := hook.__globals__["_active_collector"].get()):
+    collector = hook.__globals__.get("_active_collector")
+    if collector is not None and not (collected := collector.get()):
         return False
-    own = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
-    return own["key"].cell_contents in collected
+    own = inspect.getclosurevars(hook).nonlocals
+    return collector is None or "key" not in own or own["key"] in collected
