@@ -94,7 +94,7 @@ def save_quantized(
     tensors = stored_tensors(model)
     _check_can_be_stored(model, tensors)
     _check_layers(layers)
-    ties = find_ties(tensors)
+    ties = find_ties(model, tensors)
     save = Save(secrets.token_hex(8))
     if format == QUANT_METHOD:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}

@@ -39,15 +39,19 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def find_ties(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Names that stand for the same memory as an earlier name, and that name.
+def find_ties(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Names in ``tensors`` of ``model`` that stand for the same memory as another name, and that name.
+
+    That is the first one, but for those that transformers ties to another: another class of the model, which may lack
+    its head, looks for the embedding's.
 
     The same memory means the same storage seen the same way: tensors that only overlap are stored apart. On meta, where
     there is none, and for subclasses (DTensor), which have theirs elsewhere, it means the same tensor object.
     """
     first: dict[tuple[object, ...], str] = {}
     ties = {}
-    for name, tensor in tensors.items():
+    known = getattr(model, "all_tied_weights_keys", None) or {}
+    for name, tensor in sorted(tensors.items(), key=lambda each: each[0] in known):
         if tensor.numel() == 0:
             continue  # it has no address that tells it from others
         if tensor.device.type == "meta" or type(tensor.detach()) is not Tensor:

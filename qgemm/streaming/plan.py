@@ -91,7 +91,7 @@ def plan_checkpoint(
     model = copy.deepcopy(loading.model)
     quantize(model, wanted, calibration=calibration, progress=False)
     tensors = stored_tensors(model)
-    ties = find_ties(tensors)
+    ties = find_ties(model, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
     # Under whichever of its names a tied tensor is in the files.
     floats = {id(loading.model.get_parameter_or_buffer(name)): float for name, float in loading.tensors.items()}  # type: ignore[operator]

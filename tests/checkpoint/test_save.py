@@ -129,7 +129,7 @@ def test_tensors_without_memory_are_not_tied() -> None:
     # They all have the address 0. On meta only the same tensor is the same.
     meta = torch.ones(2, 2, device="meta")
     tensors = {"a": torch.empty(0, 3), "b": torch.empty(0, 3), "c": meta, "d": meta.clone(), "e": meta}
-    assert find_ties(tensors) == {"e": "c"}
+    assert find_ties(nn.Module(), tensors) == {"e": "c"}
 
 
 def test_model_without_quantized_layers(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from processes import run_code
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    CamembertConfig,
+    CamembertForCausalLM,
+    CamembertForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -387,6 +390,17 @@ def test_a_tied_head_that_gets_a_weight_of_its_own(tmp_path: Path) -> None:
     qgemm.save_quantized(model, tmp_path)
     for loaded in (qgemm.load_quantized(tmp_path), LlamaForCausalLM.from_pretrained(tmp_path)):
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_another_class_finds_a_table_that_a_head_shares(tmp_path: Path) -> None:
+    # The head comes first in this model, and isn't there in the other.
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model: Any = qgemm.quantize_model(CamembertForCausalLM(CamembertConfig(**sizes, num_attention_heads=2)))
+    model.save_pretrained(tmp_path / "theirs")
+    qgemm.save_quantized(model, tmp_path / "ours")
+    for folder in ("theirs", "ours"):
+        other = CamembertForTokenClassification.from_pretrained(tmp_path / folder)
+        assert torch.equal(other.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
 class _OfTwoNames(LlamaForCausalLM):

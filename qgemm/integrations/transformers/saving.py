@@ -31,7 +31,7 @@ def tensors_and_metadata(model: PreTrainedModel) -> tuple[dict[str, Tensor] | No
     tensors = stored_tensors(model)
     if any(tensor.device.type == "meta" for tensor in tensors.values()):
         return None, metadata  # offloaded: transformers fetches them one at a time
-    ties = find_ties(tensors)
+    ties = find_ties(model, tensors)
     stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in ties}
     for name, layer in model.named_modules():
         if isinstance(layer, QuantLayer) and layer.shard is not None:
@@ -52,7 +52,7 @@ def describe(model: PreTrainedModel, save: str | None) -> None:
     """Says in the config of ``model`` what is quantized in it now, and in which save its values are."""
     layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
     tensors = stored_tensors(model)
-    ties = find_ties(tensors)
+    ties = find_ties(model, tensors)
     ties.update(  # of tensors that are offloaded, which have no address
         (alias, name)
         for alias, name in model.all_tied_weights_keys.items()
