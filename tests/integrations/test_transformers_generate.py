@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from families import FAMILIES, VOCABULARY
 from torch import Tensor
 from transformers import (
@@ -425,49 +424,6 @@ def test_models_that_are_not_covered_go_to_transformers(family: str, reason: str
     qgemm.fast_generate(model)
     with pytest.warns(UserWarning, match=reason):
         assert torch.equal(model.generate(**options), expected)
-
-
-_SIZES = {
-    **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "initializer_range": 0.1, "pad_token_id": 0},
-}
-_OF_KOSMOS = {"vocab_size": 97, "embed_dim": 64, "layers": 2, "ffn_dim": 96, "attention_heads": 4, "init_std": 0.2}
-UNFIT: dict[str, tuple[dict[str, Any], str]] = {
-    "BertLMHeadModel": (_SIZES, "BertSelfAttention sees the tokens that are to come"),
-    "JetMoeForCausalLM": (
-        {**_SIZES, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-        "changes keys between the cache and attention",
-    ),
-    "DogeForCausalLM": (_SIZES, "DogeAttention makes a mask of its own"),
-    "Kosmos2_5ForConditionalGeneration": (
-        {"text_config": _OF_KOSMOS, "vision_config": {"hidden_size": 64, "num_hidden_layers": 1}},
-        "Kosmos2_5ForConditionalGeneration makes positions of its own",
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "settings", "reason"), [(name, *each) for name, each in UNFIT.items()], ids=UNFIT)
-def test_attention_in_another_way_goes_to_transformers(name: str, settings: dict[str, Any], reason: str) -> None:
-    torch.manual_seed(0)
-    cls = getattr(transformers, name)
-    model: Any = cls(cls.config_class(**settings)).eval().to(DEVICE)
-    mask = torch.ones_like(PROMPTS)
-    mask[0, :3] = 0
-    inputs = {"input_ids": (PROMPTS * mask).to(DEVICE), "attention_mask": mask.to(DEVICE)}
-    options = {**inputs, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(**options)
-    qgemm.fast_generate(model)
-    streamer = Recorder()
-    with pytest.warns(UserWarning, match=f"not qgemm's: .*{reason}"):
-        assert torch.equal(model.generate(**options, streamer=streamer), expected)
-    assert len(streamer.values) == 1 + 6
-    assert torch.equal(model.generate(**options), expected)
-    if name.startswith(("Bert", "JetMoe", "Doge")):  # and whoever passes the cache is told
-        model.set_attn_implementation("qgemm")
-        with pytest.raises(ValueError, match=f"{reason}, which a KeyValueCache isn't for: use a cache"):
-            type(model).generate(
-                model, **options, past_key_values=qgemm.KeyValueCache(model.config, 3, 64, device=DEVICE)
-            )
 
 
 def test_a_call_within_a_call_goes_to_transformers(llama: PreTrainedModel) -> None:

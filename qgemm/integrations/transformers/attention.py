@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from qgemm.integrations.transformers.cache import NO_MASK, Seen, Stored, Tokens, UnfitAttentionError
+from qgemm.integrations.transformers.cache import NO_MASK
+from qgemm.integrations.transformers.tokens import Seen, Stored, Tokens, UnfitAttentionError
 from qgemm.kernels.attention.checks import MAX_HEAD_SIZE, MAX_QUERIES
 
 MAX_SCORES = 2**27  # in float32, at a time

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput, GenerationMixin
 
 from qgemm.integrations.transformers.batching import use_in_batches
-from qgemm.integrations.transformers.cache import ARGUMENT, UnfitAttentionError, check_cache_dtype
+from qgemm.integrations.transformers.cache import ARGUMENT, check_cache_dtype
 from qgemm.integrations.transformers.generate.contexts import Context, make_context, use_context
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders
@@ -34,6 +34,7 @@ from qgemm.integrations.transformers.generate.request import (
     read_request,
 )
 from qgemm.integrations.transformers.tensor_parallel import process_group
+from qgemm.integrations.transformers.tokens import UnfitAttentionError
 from qgemm.warn import warn_user
 
 # The attribute of a model with what it keeps between calls, and of a cache with its decoder.
