@@ -1,4 +1,4 @@
-"""``fast_generate`` with models whose attention a ``KeyValueCache`` isn't for: transformers' own loop, and a warning."""
+"""``fast_generate`` with attention that a ``KeyValueCache`` isn't for: transformers' own loop, and a warning."""
 
 from typing import Any
 
