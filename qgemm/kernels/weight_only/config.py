@@ -242,8 +242,8 @@ class Tiles(Shareable):
 
 TILES = {
     4: (
-        Tiles(32, 8, 8, sums=True),
-        Tiles(64, 7, 5, sums=True),
+        Tiles(32, 6, 6, sums=True, panels=4),
+        Tiles(64, 4, 4, sums=True, panels=4),
         Tiles(128, 5, 3),
         Tiles(128, 4, 3, staging=2),
         Tiles(160, 8, 3, in_turn=4, panels=1, staging=2),
@@ -254,13 +254,14 @@ TILES = {
         Tiles(32, 8, 8, sums=True),
         Tiles(64, 7, 5, sums=True, in_turn=1),
         Tiles(128, 5, 3, in_turn=1),
-        Tiles(128, 4, 3, staging=2, in_turn=1),
+        Tiles(128, 4, 4, staging=2, in_turn=1),
         Tiles(160, 8, 3, in_turn=4, panels=1, staging=2),
         Tiles(192, 3, 4, in_turn=4),
         Tiles(256, 5, 3, in_turn=1, panels=1),
     ),
 }
-"""By the weight's bits. Slots fill shared memory. With 128 rows of x and more registers hold no sums of groups besides,
+"""By the weight's bits. Slots fill shared memory. Of int4 by up to 64 rows of x, a slot has all panels of a block: fewer
+barriers. With 128 rows of x and more registers hold no sums of groups besides,
 and with more no unpacked block. In a single row of tiles of 128 a second slot for what is stored is faster, in several
 rows one more for x."""
 

@@ -250,7 +250,7 @@ def _start(
     values, packed, factors, accs, rings, x_step, COUNT: gl.constexpr, SCALED: gl.constexpr,
     FORM: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Starts the products of a block's ``COUNT`` panels with the next ones of x.
+    """Starts the products of a block's ``COUNT`` panels with the next ones of x, of which the first slot was waited for.
 
     ``values``: the panels. Codes that are scaled are unpacked here: each panel while products of those before it run.
     Sums: with "sums" ``SCALED`` those of every two panels, which are half a block, else ``accs`` plus all.
@@ -263,7 +263,7 @@ def _start(
     of_halves = ()
     for i in gl.static_range(COUNT):
         step = x_step + i // PANELS
-        if i % PANELS == 0:
+        if i % PANELS == 0 and i > 0:
             rings.wait_for_x(step)
         x = rings.panel_of_x(step, i % PANELS, TILE)
         if SUMS and i % 2 == 0:
@@ -326,6 +326,8 @@ def multiply(
         zeros = next_zeros
         next_zeros = _load_factors(zero_points, block + 1, groups, FORM)
         rings.wait_for_weight(w_step)
+        # Not behind the loads of the block's bytes: a wait there would be one for all of them.
+        rings.wait_for_x(x_step)
         packed = (rings.packed(w_step, 0, WHO, mma), rings.packed(w_step, 1, WHO, mma))
         values = ()
         if SCALED != "codes":
