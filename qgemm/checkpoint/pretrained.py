@@ -46,6 +46,23 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     return config
 
 
+def part_configs(model: nn.Module) -> dict[tuple[str, ...], Any]:
+    """The configs in that of ``model`` that transformers models in it have, by their names from the outside in."""
+    if not is_pretrained(model):
+        return {}
+    kinds = {type(module.config) for module in model.modules() if is_pretrained(module)}
+    found: dict[tuple[str, ...], Any] = {}
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), model.config)]
+    while waiting:
+        path, config = waiting.pop()
+        for name, value in vars(config).items():
+            if hasattr(value, "model_type"):
+                waiting.append(((*path, name), value))
+                if type(value) in kinds:
+                    found[(*path, name)] = value
+    return found
+
+
 def generation_config(model: nn.Module) -> dict[str, Any] | None:
     """How a transformers model generates, as JSON-ready values; None for a model that doesn't."""
     config = getattr(model, "generation_config", None)
@@ -207,6 +224,9 @@ def _drop_of_a_save(config: dict[str, Any]) -> None:
         config.pop(key, None)
     if (fusions := drop_refusal(config.pop(FUSIONS_KEY, None))) is not None:
         config[FUSIONS_KEY] = fusions
+    for part in config.values():
+        if isinstance(part, dict):
+            _drop_of_a_save(part)
 
 
 class BuildLimits:

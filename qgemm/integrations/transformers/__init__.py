@@ -17,7 +17,7 @@ name that they have for it (``ARGUMENT`` in ``cache.py``).
 
 from __future__ import annotations
 
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -33,6 +33,7 @@ from qgemm.integrations.transformers.attention import attention, mask
 from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.foreign import admit_nameless, prefer_qgemm
+from qgemm.integrations.transformers.parts import refuse_values, save_parts, tell_parts
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer, attach_quantizer
 
 __all__ = ["KeyValueCache", "QGemmConfig", "QGemmQuantizer", "attach_quantizer"]
@@ -50,3 +51,7 @@ merge = AutoHfQuantizer.merge_quantization_configs
 AutoHfQuantizer.merge_quantization_configs = classmethod(prefer_qgemm(merge))  # type: ignore
 supports = AutoHfQuantizer.supports_quant_method
 AutoHfQuantizer.supports_quant_method = staticmethod(admit_nameless(supports))  # type: ignore
+# What asks no quantizer about a part of a model.
+PreTrainedConfig.get_config_dict = classmethod(tell_parts(PreTrainedConfig.get_config_dict.__func__))  # type: ignore
+PreTrainedModel.save_pretrained = save_parts(PreTrainedModel.save_pretrained)  # type: ignore
+PreTrainedModel._load_pretrained_model = staticmethod(refuse_values(PreTrainedModel._load_pretrained_model))  # type: ignore
