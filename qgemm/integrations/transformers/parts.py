@@ -1,9 +1,9 @@
 """Parts of quantized models by themselves, in what transformers does without asking a quantizer.
 
 It loads with one if the config has a ``quantization_config``, and saves with the one that the model has. The model that
-was quantized has both, and its parts neither: a class of a part (``CLIPVisionModel``) takes the part's config out of the
-whole's, and ``model.vision_model.save_pretrained`` knows nothing of ``model``. Quantized values would become the weights
-of float layers, with no error.
+was quantized has both, and its parts neither: a class of a part (``CLIPVisionModel``) takes its config out of the
+whole's, and ``model.vision_model.save_pretrained`` knows nothing of ``model``. Quantized values would become the
+weights of float layers, with no error.
 """
 
 from __future__ import annotations
