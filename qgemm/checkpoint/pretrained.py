@@ -25,7 +25,7 @@ from qgemm.checkpoint.layout import SETTINGS_KEYS, WEIGHTS_KEY, read_json, weigh
 from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.nn import QuantLayer
+from qgemm.nn import LinearLayer, QuantLayer
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -42,8 +42,30 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     _drop_of_a_machine(config)
     _drop_of_a_save(config)
     config["architectures"] = [type(model).__name__]
-    config["dtype"] = str(_float_dtype(model)).removeprefix("torch.")
+    config["dtype"] = str(model_dtype(model)).removeprefix("torch.")
     return config
+
+
+def float_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of the first parameter that is in float as it is in the float model; None if there is none.
+
+    Quantized values may be float8, and what else a layer adds is float32 in a model of any dtype.
+    """
+    for module in model.modules():
+        of_layer: tuple[str, ...] = module.fixed_names if isinstance(module, QuantLayer) else ()
+        if isinstance(module, LinearLayer) and module.folds_bias:
+            of_layer += ("bias",)
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype in FLOAT_DTYPES and name not in of_layer:
+                return parameter.dtype
+    return None
+
+
+def model_dtype(model: Any) -> torch.dtype:
+    """The dtype of a transformers model: ``float_dtype``; its config's if all that it has is quantized."""
+    by_name = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
+    said = str(model.config.dtype).removeprefix("torch.")
+    return float_dtype(model) or by_name.get(said, torch.float32)
 
 
 def part_configs(model: nn.Module) -> dict[tuple[str, ...], Any]:
@@ -57,9 +79,10 @@ def part_configs(model: nn.Module) -> dict[tuple[str, ...], Any]:
         path, config = waiting.pop()
         for name, value in vars(config).items():
             if hasattr(value, "model_type"):
-                waiting.append(((*path, name), value))
+                inside = (*path, name)
+                waiting.append((inside, value))
                 if type(value) in kinds:
-                    found[(*path, name)] = value
+                    found[inside] = value
     return found
 
 
@@ -325,12 +348,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _float_dtype(model: nn.Module) -> torch.dtype:
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            # The scales of a quantized layer are float32 in a model of any dtype.
-            if parameter.dtype in FLOAT_DTYPES and not (isinstance(module, QuantLayer) and name in module.fixed_names):
-                return parameter.dtype
-    return torch.float32

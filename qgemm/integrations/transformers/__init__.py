@@ -28,6 +28,7 @@ from transformers.quantizers.auto import (
 )
 
 from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.checkpoint.pretrained import model_dtype
 from qgemm.integrations.transformers import batching
 from qgemm.integrations.transformers.attention import attention, mask
 from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
@@ -55,3 +56,5 @@ AutoHfQuantizer.supports_quant_method = staticmethod(admit_nameless(supports))  
 PreTrainedConfig.get_config_dict = classmethod(tell_parts(PreTrainedConfig.get_config_dict.__func__))  # type: ignore
 PreTrainedModel.save_pretrained = save_parts(PreTrainedModel.save_pretrained)  # type: ignore
 PreTrainedModel._load_pretrained_model = staticmethod(refuse_values(PreTrainedModel._load_pretrained_model))  # type: ignore
+# By which models cast inputs, masks and caches; the first float parameter may hold scales, or float8 values.
+PreTrainedModel.dtype = property(model_dtype)  # type: ignore

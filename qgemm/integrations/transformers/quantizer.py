@@ -15,7 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.manifest import QUANT_METHOD
-from qgemm.checkpoint.pretrained import built_again
+from qgemm.checkpoint.pretrained import built_again, float_dtype
 from qgemm.checkpoint.requantize import convert_layers
 from qgemm.fusion import fuse
 from qgemm.integrations.transformers.config import QGemmConfig
@@ -148,7 +148,7 @@ class QGemmQuantizer(HfQuantizer):
 
         transformers would take the config's, which ``model.float()`` and the like don't change.
         """
-        dequantized: PreTrainedModel = super().dequantize(model, _float_dtype(model) if dtype is None else dtype)
+        dequantized: PreTrainedModel = super().dequantize(model, float_dtype(model) if dtype is None else dtype)
         return dequantized
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -214,16 +214,6 @@ def _copy_config(model: PreTrainedModel) -> None:
         for key, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
                 vars(module)[key] = copies.get(id(value), value)
-
-
-def _float_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype of the first parameter that is not a quantized layer's and is a float; None if there is none."""
-    for module in model.modules():
-        if not isinstance(module, QuantLayer):
-            for parameter in module.parameters(recurse=False):
-                if parameter.is_floating_point():
-                    return parameter.dtype
-    return None
 
 
 def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtype | None) -> nn.Module:
