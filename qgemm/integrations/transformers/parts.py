@@ -9,6 +9,7 @@ weights of float layers, with no error.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,15 +80,16 @@ def _lent_quantizer(model: PreTrainedModel) -> Iterator[None]:
 def refuse_values(load: Callable[..., Any]) -> Callable[..., Any]:
     """transformers' ``_load_pretrained_model``; raises ``CheckpointError`` if no quantizer reads quantized values."""
 
+    signature = inspect.signature(load)
+
     @functools.wraps(load)
-    def load_checked(
-        model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *args: Any, **kw: Any
-    ) -> Any:
-        if load_config.hf_quantizer is None:
-            if state_dict is None:
-                check_files(model, map(Path, files or ()))
+    def load_checked(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if given["load_config"].hf_quantizer is None:
+            if (state := given.get("state_dict")) is not None:
+                check_dtypes(given["model"], {name: tensor.dtype for name, tensor in state.items()})
             else:
-                check_dtypes(model, {name: tensor.dtype for name, tensor in state_dict.items()})
-        return load(model, state_dict, files, load_config, *args, **kw)
+                check_files(given["model"], map(Path, given.get("checkpoint_files") or ()))
+        return load(*args, **kwargs)
 
     return load_checked
