@@ -11,6 +11,7 @@ import torch
 import transformers
 from families import FAMILIES
 from processes import run_code
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import BertConfig, CLIPVisionConfig, CLIPVisionModel, EncoderDecoderConfig, EncoderDecoderModel
@@ -18,6 +19,7 @@ from transformers import BertConfig, CLIPVisionConfig, CLIPVisionModel, EncoderD
 import qgemm
 from integrations.folders import assert_same, quantized_names, tensors
 from qgemm.checkpoint.refusal import REFUSAL
+from qgemm.integrations.transformers.renaming import Renaming, check_dtypes
 
 
 def quantized(family: str, **options: Any) -> Any:
@@ -87,6 +89,25 @@ def test_a_part_in_another_scheme(scheme: str, tmp_path: Path) -> None:
         assert torch.equal(loaded(pixels).pooler_output, model.vision_model(pixels).pooler_output)
 
 
+def test_a_part_that_had_a_class_of_its_own(tmp_path: Path) -> None:
+    model = quantized("clip")
+    model.config.vision_config.architectures = ["CLIPVisionModel"]
+    model.save_pretrained(tmp_path)
+    assert_has_values(CLIPVisionModel.from_pretrained(tmp_path), model, "vision_model.")
+
+
+def test_parts_that_are_for_no_model(tmp_path: Path) -> None:
+    # Their config takes no argument that it doesn't know.
+    attention = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}
+    parts = {"attn_config": attention, "ffn_config": {"ffn_hidden_size": 48, "moe_top_k": 2}}
+    config = transformers.DbrxConfig(vocab_size=17, d_model=32, n_heads=2, n_layers=1, max_seq_len=16, **parts)
+    model: Any = transformers.DbrxForCausalLM(config).eval()
+    with pytest.warns(UserWarning, match="of the bytes"):
+        qgemm.quantize_model(model)
+    model.save_pretrained(tmp_path)
+    assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+
 def test_folders_from_before(tmp_path: Path) -> None:
     # Whose parts say nothing.
     model = quantized("clip")
@@ -120,8 +141,10 @@ def test_a_base_model_of_a_part(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path)
     assert_has_values(base, model, "model.")
-    part = transformers.Qwen2_5_VLTextModel.from_pretrained(tmp_path)
+    part, found = transformers.Qwen2_5_VLTextModel.from_pretrained(tmp_path, output_loading_info=True)
     assert_has_values(part, model, "model.language_model.")
+    assert not found["missing_keys"]
+    assert not [name for name in found["unexpected_keys"] if name.endswith("inv_freq") and "visual" not in name]
 
 
 def test_a_part_that_has_nothing_in_the_folder(tmp_path: Path) -> None:
@@ -143,6 +166,52 @@ def test_a_config_that_says_nothing(tmp_path: Path) -> None:
         tmp_path / "int8", config=CLIPVisionConfig.from_pretrained(tmp_path / "int8")
     )
     assert_has_values(part, model, "vision_model.")
+
+
+def test_a_state_dict_without_its_config() -> None:
+    part = quantized("clip").vision_model
+    config = CLIPVisionConfig(**FAMILIES["clip"]().model.config.vision_config.to_dict())
+    with pytest.raises(qgemm.CheckpointError, match="weight holds values of a quantized layer"):
+        CLIPVisionModel.from_pretrained(None, config=config, state_dict=part.state_dict())
+
+
+def test_a_damaged_float_file(tmp_path: Path) -> None:
+    # Of which qgemm says nothing.
+    model: Any = FAMILIES["clip"]().model
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"none")
+    with pytest.raises(SafetensorError):
+        type(model).from_pretrained(tmp_path)
+
+
+class _OfTwo(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+
+def test_names_in_files() -> None:
+    part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    own = part.state_dict()
+    assert Renaming.find(part, own) == Renaming()
+    assert Renaming.find(part, _OfTwo(part, nn.Linear(4, 4)).state_dict()) == Renaming(removed="first.")
+    assert Renaming.find(part, _OfTwo(part, part).state_dict()) == Renaming()  # which of the two, nobody knows
+    assert Renaming.find(part, [*own, *_OfTwo(part, nn.Linear(4, 4)).state_dict()]) == Renaming()
+    whole = _OfTwo(part, nn.Linear(4, 4))
+    added = Renaming.find(whole, own)
+    assert added == Renaming(added="first.")
+    assert (added.name_in(whole, "0.weight"), added.name_in(whole, "second.bias")) == ("first.0.weight", "second.bias")
+    assert added.name_in(whole, "third.bias") is None
+    assert [each.rename_source_key("0.weight")[0] for each in added.conversions()] == ["first.0.weight"]
+
+
+@pytest.mark.parametrize("name", ["weight", "0.weight"])
+def test_what_is_no_quantized_value(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    check_dtypes(model, {name: torch.int8})
+    check_dtypes(model, {name: torch.float32, f"{name}_scale": torch.float32})
+    model[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    check_dtypes(model, {name: torch.int8, f"{name}_scale": torch.float32})
 
 
 def test_files_for_others_without_their_config(tmp_path: Path) -> None:
@@ -208,6 +277,7 @@ def test_a_model_around_a_quantized_part(tmp_path: Path) -> None:
         assert "quantization_config" not in config["vision_config"]  # whose names are the part's
         assert_same(type(model).from_pretrained(folder), model)
         assert_same(qgemm.load_quantized(folder), model)
+    assert not hasattr(model.config, "quantization_config")
     model.vision_model.save_pretrained(tmp_path / "part")
     assert_same(CLIPVisionModel.from_pretrained(tmp_path / "part"), model.vision_model)
 

@@ -34,11 +34,9 @@ def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
         values, unused = get_config_dict(cls, *args, **kwargs)
         quantization = values.get("quantization_config")
         if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
-            is_other = values.get("model_type") != cls.model_type
-            for key, part in values.items():
-                if isinstance(part, dict) and (
-                    key == cls.base_config_key or (is_other and part.get("model_type") == cls.model_type)
-                ):
+            for part in values.values():
+                # AutoConfig has no type, and neither have parts that are for no model, which may take no such argument.
+                if isinstance(part, dict) and cls.model_type and part.get("model_type") == cls.model_type:
                     part["quantization_config"] = quantization
                     part["architectures"] = values.get("architectures")  # the class that was saved
         return values, unused
