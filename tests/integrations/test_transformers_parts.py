@@ -135,6 +135,15 @@ def test_a_part_in_float(tmp_path: Path) -> None:
     assert_same(CLIPVisionModel.from_pretrained(tmp_path / "part"), part)
 
 
+def test_a_part_in_float_with_ties(tmp_path: Path) -> None:
+    # Files hold one of its embeddings.
+    model = quantized("t5", skip="encoder.*")
+    model.save_pretrained(tmp_path)
+    part = transformers.T5EncoderModel.from_pretrained(tmp_path)
+    assert not quantized_names(part)
+    assert_has_values(part, model, "")
+
+
 def test_a_base_model_of_a_part(tmp_path: Path) -> None:
     # transformers looks for names of the original files, which quantized ones don't have.
     model = quantized("qwen2_5_vl")
@@ -280,6 +289,18 @@ def test_a_model_around_a_quantized_part(tmp_path: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
     model.vision_model.save_pretrained(tmp_path / "part")
     assert_same(CLIPVisionModel.from_pretrained(tmp_path / "part"), model.vision_model)
+
+
+def test_a_model_of_two_quantized_ones(tmp_path: Path) -> None:
+    # transformers takes their configs for its own.
+    bert = _of_two_berts().encoder
+    bert.save_pretrained(tmp_path / "bert")
+    model = EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / "bert", tmp_path / "bert")
+    assert len(quantized_names(model)) > len(quantized_names(bert))
+    model.save_pretrained(tmp_path / "whole")
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert ["quantization_config" in values for values in (config, config["encoder"])] == [True, False]
+    assert_same(EncoderDecoderModel.from_pretrained(tmp_path / "whole"), model)
 
 
 def test_parts_in_files(tmp_path: Path) -> None:
