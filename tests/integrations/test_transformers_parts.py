@@ -249,6 +249,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:T5Stack was saved")  # which transformers doesn't export
 @pytest.mark.parametrize(("family", "name"), PARTS)
 def test_a_part_that_is_saved_alone(family: str, name: str, tmp_path: Path) -> None:
     model = _of_two_berts() if family == "bert and bert" else quantized(family)

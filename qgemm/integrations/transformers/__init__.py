@@ -7,6 +7,7 @@
 - A folder that ``save_pretrained`` or ``qgemm.save_quantized`` wrote holds a ``Manifest``; quantized layers
   are put into the model before the int8 values are read into them.
 - A folder that another library has quantized, and a ``QGemmConfig`` for it: its layers run through qgemm.
+- A part of a quantized model is loaded and saved by transformers without asking a quantizer: ``parts`` has it do so.
 - ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
 
 Importing this package registers the method ``"qgemm"`` with transformers, once, an attention of that name, which

@@ -98,6 +98,6 @@ def check_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype | None]) -> 
         if weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1:
             raise CheckpointError(
                 f"{name} holds values of a quantized layer, which would be float weights of {type(model).__name__}, "
-                "since its config has no quantization_config: leave out config=. If there is none, and the files are "
-                "of a part of a model that was saved by itself, save it again"
+                "since its config has no quantization_config: leave out config=, or load the class that was saved. A "
+                "part of a model that was saved by itself, by an older qgemm, has to be saved again"
             )
