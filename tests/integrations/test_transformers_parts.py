@@ -124,15 +124,20 @@ def test_a_part_in_a_subfolder_and_converted(tmp_path: Path) -> None:
     assert {m.scheme.name for m in loaded.modules() if isinstance(m, qgemm.nn.QuantLayer)} == {"int8-weight"}
 
 
-def test_a_part_in_float(tmp_path: Path) -> None:
-    model = quantized("clip", skip="vision_model.*")
+@pytest.mark.filterwarnings("ignore:only .* of the bytes")
+@pytest.mark.parametrize(
+    ("family", "name", "prefix"),
+    [("clip", "CLIPVisionModel", "vision_model."), ("qwen2_5_vl", "Qwen2_5_VLTextModel", "model.language_model.")],
+)
+def test_a_part_in_float(family: str, name: str, prefix: str, tmp_path: Path) -> None:
+    model = quantized(family, skip=f"{prefix}*")
     model.save_pretrained(tmp_path / "whole")
-    part = CLIPVisionModel.from_pretrained(tmp_path / "whole")
-    assert_has_values(part, model, "vision_model.")
+    part = getattr(transformers, name).from_pretrained(tmp_path / "whole")
+    assert_has_values(part, model, prefix)
     part.save_pretrained(tmp_path / "part")
     config = json.loads((tmp_path / "part" / "config.json").read_text())
     assert not config.keys() & {"quantization_config", "fusion_config"}
-    assert_same(CLIPVisionModel.from_pretrained(tmp_path / "part"), part)
+    assert_same(type(part).from_pretrained(tmp_path / "part"), part)
 
 
 def test_a_part_in_float_with_ties(tmp_path: Path) -> None:
