@@ -25,7 +25,7 @@ from qgemm.checkpoint.layout import SETTINGS_KEYS, WEIGHTS_KEY, read_json, weigh
 from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.nn import LinearLayer, QuantLayer
+from qgemm.nn import QuantLayer
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -52,9 +52,7 @@ def float_dtype(model: nn.Module) -> torch.dtype | None:
     Quantized values may be float8, and what else a layer adds is float32 in a model of any dtype.
     """
     for module in model.modules():
-        of_layer: tuple[str, ...] = module.fixed_names if isinstance(module, QuantLayer) else ()
-        if isinstance(module, LinearLayer) and module.folds_bias:
-            of_layer += ("bias",)
+        of_layer = module.fixed_names if isinstance(module, QuantLayer) else ()
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dtype in FLOAT_DTYPES and name not in of_layer:
                 return parameter.dtype
