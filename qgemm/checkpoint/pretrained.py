@@ -42,8 +42,46 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     _drop_of_a_machine(config)
     _drop_of_a_save(config)
     config["architectures"] = [type(model).__name__]
-    config["dtype"] = str(_float_dtype(model)).removeprefix("torch.")
+    config["dtype"] = str(model_dtype(model)).removeprefix("torch.")
     return config
+
+
+def float_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of the first parameter that is in float as it is in the float model; None if there is none.
+
+    Quantized values may be float8, and what else a layer adds is float32 in a model of any dtype.
+    """
+    for module in model.modules():
+        of_layer = module.fixed_names if isinstance(module, QuantLayer) else ()
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype in FLOAT_DTYPES and name not in of_layer:
+                return parameter.dtype
+    return None
+
+
+def model_dtype(model: Any) -> torch.dtype:
+    """The dtype of a transformers model: ``float_dtype``; its config's if all that it has is quantized."""
+    by_name = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
+    said = str(model.config.dtype).removeprefix("torch.")
+    return float_dtype(model) or by_name.get(said, torch.float32)
+
+
+def part_configs(model: nn.Module) -> dict[tuple[str, ...], Any]:
+    """The configs in that of ``model`` that transformers models in it have, by their names from the outside in."""
+    if not is_pretrained(model):
+        return {}
+    kinds = {type(module.config) for module in model.modules() if is_pretrained(module)}
+    found: dict[tuple[str, ...], Any] = {}
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), model.config)]
+    while waiting:
+        path, config = waiting.pop()
+        for name, value in vars(config).items():
+            if hasattr(value, "model_type"):
+                inside = (*path, name)
+                waiting.append((inside, value))
+                if type(value) in kinds:
+                    found[inside] = value
+    return found
 
 
 def generation_config(model: nn.Module) -> dict[str, Any] | None:
@@ -207,6 +245,9 @@ def _drop_of_a_save(config: dict[str, Any]) -> None:
         config.pop(key, None)
     if (fusions := drop_refusal(config.pop(FUSIONS_KEY, None))) is not None:
         config[FUSIONS_KEY] = fusions
+    for part in config.values():
+        if isinstance(part, dict):
+            _drop_of_a_save(part)
 
 
 class BuildLimits:
@@ -305,12 +346,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _float_dtype(model: nn.Module) -> torch.dtype:
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            # The scales of a quantized layer are float32 in a model of any dtype.
-            if parameter.dtype in FLOAT_DTYPES and not (isinstance(module, QuantLayer) and name in module.fixed_names):
-                return parameter.dtype
-    return torch.float32

@@ -6,6 +6,7 @@ checkpoint. So whatever happens, the folder holds the old one or the new one.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -40,7 +41,7 @@ from qgemm.checkpoint.layout import (
 from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.locking import locked
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
-from qgemm.checkpoint.pretrained import generation_config, is_pretrained, model_config
+from qgemm.checkpoint.pretrained import generation_config, is_pretrained, model_config, part_configs
 from qgemm.checkpoint.refusal import FUSIONS_KEY, add_refusal
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, SAVE
 from qgemm.checkpoint.safetensors_writer import check_tensor_name, write_safetensors
@@ -178,7 +179,9 @@ class Save:
             config["quantization_config"]["report"] = self.name(REPORT_FILE)
             texts[self.name(REPORT_FILE)] = _json(report_file(self.id, self.report.to_dict()))
         if is_pretrained(model) and quantization["quant_method"] == QUANT_METHOD:
-            config[FUSIONS_KEY] = add_refusal(config.get(FUSIONS_KEY))
+            for path in ((), *part_configs(model)):
+                own = functools.reduce(dict.__getitem__, path, config)
+                own[FUSIONS_KEY] = add_refusal(own.get(FUSIONS_KEY))
         if self.has_own_names or len(shards) > 1:
             texts[self.name(INDEX_FILE)] = _json(self._index(tensors, shards))
         if self.has_own_names:

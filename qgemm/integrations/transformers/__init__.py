@@ -7,6 +7,7 @@
 - A folder that ``save_pretrained`` or ``qgemm.save_quantized`` wrote holds a ``Manifest``; quantized layers
   are put into the model before the int8 values are read into them.
 - A folder that another library has quantized, and a ``QGemmConfig`` for it: its layers run through qgemm.
+- A part of a quantized model is loaded and saved by transformers without asking a quantizer: ``parts`` has it do so.
 - ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
 
 Importing this package registers the method ``"qgemm"`` with transformers, once, an attention of that name, which
@@ -17,7 +18,7 @@ name that they have for it (``ARGUMENT`` in ``cache.py``).
 
 from __future__ import annotations
 
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -28,11 +29,13 @@ from transformers.quantizers.auto import (
 )
 
 from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.checkpoint.pretrained import model_dtype
 from qgemm.integrations.transformers import batching
 from qgemm.integrations.transformers.attention import attention, mask
 from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.foreign import admit_nameless, prefer_qgemm
+from qgemm.integrations.transformers.parts import refuse_values, save_parts, tell_parts
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer, attach_quantizer
 
 __all__ = ["KeyValueCache", "QGemmConfig", "QGemmQuantizer", "attach_quantizer"]
@@ -50,3 +53,9 @@ merge = AutoHfQuantizer.merge_quantization_configs
 AutoHfQuantizer.merge_quantization_configs = classmethod(prefer_qgemm(merge))  # type: ignore
 supports = AutoHfQuantizer.supports_quant_method
 AutoHfQuantizer.supports_quant_method = staticmethod(admit_nameless(supports))  # type: ignore
+# What asks no quantizer about a part of a model.
+PreTrainedConfig.get_config_dict = classmethod(tell_parts(PreTrainedConfig.get_config_dict.__func__))  # type: ignore
+PreTrainedModel.save_pretrained = save_parts(PreTrainedModel.save_pretrained)  # type: ignore
+PreTrainedModel._load_pretrained_model = staticmethod(refuse_values(PreTrainedModel._load_pretrained_model))  # type: ignore
+# By which models cast inputs, masks and caches; the first float parameter may hold scales, or float8 values.
+PreTrainedModel.dtype = property(model_dtype)  # type: ignore

@@ -15,13 +15,14 @@ from transformers.quantizers.base import HfQuantizer
 
 from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.manifest import QUANT_METHOD
-from qgemm.checkpoint.pretrained import built_again
+from qgemm.checkpoint.pretrained import built_again, float_dtype
 from qgemm.checkpoint.requantize import convert_layers
 from qgemm.fusion import fuse
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.foreign import ForeignLoad, is_foreign
 from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_quantizing
 from qgemm.integrations.transformers.reading import QuantizedLoad
+from qgemm.integrations.transformers.renaming import check_files
 from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
 from qgemm.integrations.transformers.tensor_parallel import cut_layers, go_by, is_cut
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
@@ -74,6 +75,13 @@ class QGemmQuantizer(HfQuantizer):
 
     update_attn_implementation = update_tp_plan  # where 5.18 and later show it
 
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """What transformers is to make of names: they are those of the class that was saved, not of original files."""
+        if isinstance(self._reading, QuantizedLoad) and self._reading.renaming is not None:
+            return self._reading.renaming.conversions()
+        conversions: list[Any] = super().update_weight_conversions(weight_conversions)
+        return conversions
+
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether this weight of a float checkpoint is to be quantized."""
         return self._quantizing is not None and param_name in self._quantizing.waiting
@@ -102,6 +110,7 @@ class QGemmQuantizer(HfQuantizer):
         elif self.pre_quantized:
             self._reading = QuantizedLoad(model, self.quantization_config, files)
         else:
+            check_files(model, files)
             self._quantizing = start_quantizing(model, self.quantization_config)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -123,6 +132,10 @@ class QGemmQuantizer(HfQuantizer):
                 module.settle()
         self.pre_quantized = True
         manifest = self.quantization_config.manifest
+        if not any(isinstance(module, QuantLayer) for module in model.modules()):
+            self.remove_quantization_config(model)  # of a part that stayed in float
+            model._weight_conversions = []  # type: ignore[assignment]
+            return model
         describe(model, None if manifest is None or is_converted else manifest.save)
         return fuse(model) if config.fuse else model
 
@@ -135,7 +148,7 @@ class QGemmQuantizer(HfQuantizer):
 
         transformers would take the config's, which ``model.float()`` and the like don't change.
         """
-        dequantized: PreTrainedModel = super().dequantize(model, _float_dtype(model) if dtype is None else dtype)
+        dequantized: PreTrainedModel = super().dequantize(model, float_dtype(model) if dtype is None else dtype)
         return dequantized
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -201,16 +214,6 @@ def _copy_config(model: PreTrainedModel) -> None:
         for key, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
                 vars(module)[key] = copies.get(id(value), value)
-
-
-def _float_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype of the first parameter that is not a quantized layer's and is a float; None if there is none."""
-    for module in model.modules():
-        if not isinstance(module, QuantLayer):
-            for parameter in module.parameters(recurse=False):
-                if parameter.is_floating_point():
-                    return parameter.dtype
-    return None
 
 
 def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtype | None) -> nn.Module:

@@ -35,6 +35,7 @@ from qgemm.checkpoint.safetensors_reader import file_stamp
 from qgemm.checkpoint.stored_report import parse_report, read_report, warn_without_report
 from qgemm.checkpoint.tensors import forget_ties, get_tensor, set_tensor, transient_names
 from qgemm.integrations.transformers.config import QGemmConfig
+from qgemm.integrations.transformers.renaming import Renaming
 from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
 from qgemm.model.report import QuantReport
 from qgemm.nn import QuantLayer
@@ -58,10 +59,16 @@ class QuantizedLoad:
         self._files = open_files(files, manifest)
         in_files, checksums = self._files.stored, self._files.checksums
         same_class = type(model).__name__ in (model.config.architectures or ())
+        # How the names in files differ from the model's; None for the class that was saved.
+        self.renaming: Renaming | None = None
+        may_be_called = list(manifest.layers)
         if not same_class:
-            manifest = config.manifest = _manifest_for(model, manifest, self._files.config_path)
+            self.renaming = Renaming.find(model, in_files or [f"{name}.weight" for name in manifest.layers])
+            may_be_called = [candidate for name in manifest.layers for candidate in self.renaming.names(name)]
             self._files.report = None  # it is of the whole model
-        with opened_attention(model, manifest.layers):
+        with opened_attention(model, may_be_called):
+            if self.renaming is not None:
+                manifest = config.manifest = _manifest_for(model, self.renaming, manifest)
             layers = quantized_layers(model, manifest.layers, self._files.config_path)
             if is_cut(model):
                 plan_layers(model, layers)
@@ -74,14 +81,20 @@ class QuantizedLoad:
         model.all_tied_weights_keys.update(ties)
         # What the files hold, by the model's names.
         names = self._names_in_files = {
-            name if same_class else _name_in(model, name) or name: name for name in in_files
+            name if self.renaming is None else self.renaming.name_in(model, name) or name: name for name in in_files
         }
+        if not layers and (missing := parameters.keys() - names.keys() - model.all_tied_weights_keys.keys()):
+            kind = type(model).__name__
+            raise CheckpointError(
+                f"{self._files.config_path}: {kind} has none of the quantized layers of this checkpoint, whose names "
+                f"are others than its own, such as {min(missing)}"
+            )
         self._stored = {name: in_files[in_file] for name, in_file in names.items()}
         self._checksums = {name: checksums[in_file] for name, in_file in names.items() if in_file in checksums}
         if self._stored:
             _check_stored(self._stored, manifest, layers, self._files.config_path)
         # Float buffers that state_dict leaves out are stored too; they are put into place afterwards.
-        put_later = {re.escape(names[name]) for name in transient_names(model) if name in names}
+        put_later = {re.escape(min(name, names[name], key=len)) for name in transient_names(model) if name in names}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *put_later}
         self._manifest = manifest
 
@@ -158,29 +171,17 @@ def open_files(files: list[Path], manifest: Manifest) -> _LoadedFiles:
     return opened
 
 
-def _name_in(model: PreTrainedModel, name: str) -> str | None:
-    """What ``model`` calls a part of the model that was saved: one may be the base model of the other."""
-    prefix = f"{model.base_model_prefix}."
-    for candidate in (name, name.removeprefix(prefix), prefix + name):
-        try:
-            if get_tensor(model, candidate) is not None:
-                return candidate
-        except AttributeError:
-            continue
-    return None
-
-
-def _manifest_for(model: PreTrainedModel, manifest: Manifest, config_path: Path) -> Manifest:
+def _manifest_for(model: PreTrainedModel, renaming: Renaming, manifest: Manifest) -> Manifest:
     """What of ``manifest`` is about ``model``, which is of another class than the model that was saved."""
-    layers = {_name_in(model, name): scheme for name, scheme in manifest.layers.items()}
-    ties = {_name_in(model, alias): _name_in(model, name) for alias, name in manifest.tied.items()}
+
+    def named(name: str) -> str | None:
+        return renaming.name_in(model, name)
+
+    layers = {named(name): scheme for name, scheme in manifest.layers.items()}
+    ties = {named(alias): named(name) for alias, name in manifest.tied.items()}
     own_layers = {name: scheme for name, scheme in layers.items() if name is not None}
-    if not own_layers:
-        raise CheckpointError(
-            f"{config_path}: {type(model).__name__} has none of the quantized layers of this checkpoint"
-        )
     own_ties = {alias: name for alias, name in ties.items() if alias is not None and name is not None}
-    widths = {_name_in(model, name): K for name, K in manifest.in_features.items()}
+    widths = {named(name): K for name, K in manifest.in_features.items()}
     own_widths = {name: K for name, K in widths.items() if name is not None}
     return Manifest(own_layers, own_ties, manifest.save, in_features=own_widths)
 

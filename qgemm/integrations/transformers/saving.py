@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from qgemm.checkpoint.checksum import checksum, format_checksum
 from qgemm.checkpoint.layout import WEIGHTS_KEY
 from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.pretrained import part_configs
 from qgemm.checkpoint.refusal import FUSIONS_KEY, add_refusal, drop_refusal
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, SAVE
 from qgemm.checkpoint.stored_report import REPORT
@@ -60,7 +61,11 @@ def describe(model: PreTrainedModel, save: str | None) -> None:
     )
     config = QGemmConfig.from_manifest(Manifest.of(layers, ties, save))
     model.config.quantization_config = config
-    model.config.fusion_config = add_refusal(getattr(model.config, FUSIONS_KEY, None))
+    parts = part_configs(model).values()
+    for part in parts:
+        vars(part).pop("quantization_config", None)  # of one that was quantized by itself
+    for each in (model.config, *parts):
+        each.fusion_config = add_refusal(getattr(each, FUSIONS_KEY, None))
     vars(model.config).pop(WEIGHTS_KEY, None)  # of the folder that it came from
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.quantization_config = config
@@ -72,6 +77,9 @@ def describe(model: PreTrainedModel, save: str | None) -> None:
 
 
 def admit(config: PreTrainedConfig) -> None:
-    """Takes out of ``config`` what has transformers refuse the checkpoint without qgemm."""
+    """Takes out of ``config`` and its parts what has transformers refuse the checkpoint without qgemm."""
     if (fusions := drop_refusal(vars(config).pop(FUSIONS_KEY, None))) is not None:
         config.fusion_config = fusions
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            admit(part)

@@ -1,0 +1,93 @@
+"""Parts of quantized models by themselves, in what transformers does without asking a quantizer.
+
+It loads with one if the config has a ``quantization_config``, and saves with the one that the model has. The model that
+was quantized has both, and its parts neither: a class of a part (``CLIPVisionModel``) takes its config out of the
+whole's, and ``model.vision_model.save_pretrained`` knows nothing of ``model``. Quantized values would become the
+weights of float layers, with no error.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.checkpoint.pretrained import part_configs
+from qgemm.checkpoint.refusal import FUSIONS_KEY
+from qgemm.integrations.transformers.config import QGemmConfig
+from qgemm.integrations.transformers.quantizer import QGemmQuantizer
+from qgemm.integrations.transformers.renaming import check_dtypes, check_files
+from qgemm.nn import QuantLayer
+
+
+def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' ``get_config_dict``; the part that it is called for gets what the whole says of quantization."""
+
+    @functools.wraps(get_config_dict)
+    def get_with_part(cls: type[PreTrainedConfig], *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+        values, unused = get_config_dict(cls, *args, **kwargs)
+        quantization = values.get("quantization_config")
+        if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
+            for part in values.values():
+                # AutoConfig has no type, and neither have parts that are for no model, which may take no such argument.
+                if isinstance(part, dict) and cls.model_type and part.get("model_type") == cls.model_type:
+                    part["quantization_config"] = quantization
+                    part["architectures"] = values.get("architectures")  # the class that was saved
+        return values, unused
+
+    return get_with_part
+
+
+def save_parts(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' ``save_pretrained``, which lends a quantizer to a model with quantized layers that has none."""
+
+    @functools.wraps(save_pretrained)
+    def save_with_quantizer(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        has_one = getattr(self, "hf_quantizer", None) is not None
+        if has_one or not any(isinstance(module, QuantLayer) for module in self.modules()):
+            return save_pretrained(self, *args, **kwargs)
+        with _lent_quantizer(self):
+            return save_pretrained(self, *args, **kwargs)
+
+    return save_with_quantizer
+
+
+@contextmanager
+def _lent_quantizer(model: PreTrainedModel) -> Iterator[None]:
+    # Its config may be that of the whole model, too.
+    configs = [vars(config) for config in (model.config, *part_configs(model).values())]
+    keys = ("quantization_config", FUSIONS_KEY)
+    before = [{key: config[key] for key in keys if key in config} for config in configs]
+    model.hf_quantizer = QGemmQuantizer(QGemmConfig(), pre_quantized=True)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del model.hf_quantizer
+        for config, values in zip(configs, before, strict=True):
+            for key in keys:
+                config.pop(key, None)
+            config.update(values)
+
+
+def refuse_values(load: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' ``_load_pretrained_model``; raises ``CheckpointError`` if no quantizer reads quantized values."""
+
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def load_checked(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if given["load_config"].hf_quantizer is None:
+            if (state := given.get("state_dict")) is not None:
+                check_dtypes(given["model"], {name: tensor.dtype for name, tensor in state.items()})
+            else:
+                check_files(given["model"], map(Path, given.get("checkpoint_files") or ()))
+        return load(*args, **kwargs)
+
+    return load_checked

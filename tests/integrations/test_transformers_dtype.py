@@ -1,0 +1,62 @@
+"""``model.dtype``, and what files say of it: the float model's, whatever a quantized layer adds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families.schemes import EVERY_LAYER, in_models, quantized_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+
+import qgemm
+from qgemm.integrations.transformers import attach_quantizer
+
+
+class _Projected(PreTrainedModel):
+    """As vision models are whose patches come in rows: the first layer is linear."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig, bias: bool = False) -> None:
+        super().__init__(config)
+        self.project = nn.Linear(128, 128, bias=bias)
+        self.norm = nn.LayerNorm(128)
+        self.post_init()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.project(x.to(self.dtype)))
+        return out
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scheme", in_models(EVERY_LAYER))
+def test_the_dtype_of_the_float_model(scheme: str, bias: bool, tmp_path: Path) -> None:
+    model: Any = quantized_model(_Projected(LlamaConfig(), bias).bfloat16(), scheme)
+    attach_quantizer(model)
+    assert model.dtype == torch.bfloat16
+    assert model(torch.randn(2, 128)).dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "theirs")
+    with pytest.warns(UserWarning, match="_Projected"):  # which is no class of transformers
+        qgemm.save_quantized(model, tmp_path / "ours")
+    for folder in (tmp_path / "theirs", tmp_path / "ours"):
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert model.half().dtype == torch.float16
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_in_a_graph(scheme: str) -> None:
+    model: Any = quantized_model(_Projected(LlamaConfig()).bfloat16(), scheme)
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    assert compiled(torch.randn(2, 128)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "nvfp4"])
+def test_a_model_of_quantized_layers_alone(scheme: str) -> None:
+    model: Any = _Projected(LlamaConfig(dtype="bfloat16")).bfloat16()
+    del model.norm
+    assert quantized_model(model, scheme).dtype == torch.bfloat16
