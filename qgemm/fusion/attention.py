@@ -99,8 +99,6 @@ def find_attention(
         told["sliding_window"] = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     if "softcap" in constants:
         told["softcap"] = attention.attn_logit_softcapping
-    # The attention function is told 1.0.
-    scales_queries = any(type(constant) is float and constant == 1.0 for constant in constants)
     last = merge([out])
     qkv = merge([attention._modules[name] for name in names])
     if len(names) == 1 and names[0] != "q_proj":
@@ -128,10 +126,9 @@ def find_attention(
         _rotation(rotate, columns, call),
         functions,
         eager,
-        1.0 if scales_queries else scaling,
+        scaling,
         told,
         sinks="s_aux" in constants,
-        query_scaling=scaling if scales_queries else 1.0,
         by_head=names == _BY_HEAD,
         values=values,
         value_norm=value_norm,
@@ -146,7 +143,7 @@ def find_attention(
     candidates = [fused, replace(fused, rotate=None, rotation=None)]
     if fused.norms is not None:
         candidates.append(replace(fused, norms=replace(fused.norms, layout="rotated")))
-    found: FusedAttention = _nearest(candidates, call, defaults)
+    found: FusedAttention = _nearest(_with_scaled_queries(candidates), call, defaults)
     return found
 
 
@@ -163,7 +160,6 @@ def find_cross_attention(
     if out is None or not all(map(attention._modules.get, _QUERY_KEY_VALUE[0])):
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
     functions, eager, scaling, head_dim = _told(attention)
-    scales_queries = any(type(each) is float and each == 1.0 for each in constants_of(attention))
     query, key, value = (attention._modules[name] for name in _QUERY_KEY_VALUE[0])
     _check_uses_all(attention, query, key, value, out)
     fused = FusedCrossAttention(
@@ -174,13 +170,23 @@ def find_cross_attention(
         head_dim,
         functions,
         eager,
-        1.0 if scales_queries else scaling,
-        scaling if scales_queries else 1.0,
+        scaling,
+        1.0,
         names,
         _cache_name(attention, defaults),
     )
-    found: FusedCrossAttention = _nearest([fused], call, defaults)
+    found: FusedCrossAttention = _nearest(_with_scaled_queries([fused]), call, defaults)
     return found
+
+
+def _with_scaled_queries(candidates: Sequence[Any]) -> list[Any]:
+    """``candidates``, and ahead of them the same that scale queries where the code has a 1.0, as of scores.
+
+    That may be of something else, as in Llama 4; what differs are roundings.
+    """
+    if not any(type(each) is float and each == 1.0 for each in constants_of(candidates[0].module)):
+        return [*candidates]
+    return [*(replace(each, scaling=1.0, query_scaling=each.scaling) for each in candidates), *candidates]
 
 
 def _check_uses_all(attention: nn.Module, *used: nn.Module | None) -> None:
