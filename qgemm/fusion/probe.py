@@ -188,7 +188,8 @@ def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
     bias = router.bias
     if bias is not None:
         holder, name = bias
-        values = torch.rand(getattr(holder, name).shape, generator=generator)
+        # Below zero: some models leave out experts by a score of 0.
+        values = torch.rand(getattr(holder, name).shape, generator=generator) - 2
     own = copy.deepcopy(router.module).to_empty(device="cpu").to(dtype).eval()
     linear = own.get_submodule(router.linear)
     columns = linear.get_parameter("weight").shape[-1]
