@@ -20,6 +20,7 @@ from qgemm.nn.blocks.attention import (
     SHARED_STATES,
     FusedAttention,
     HeadNorms,
+    PositionScale,
     Rotation,
     SharedStates,
     Temperature,
@@ -52,6 +53,7 @@ _HEAD_NORMS = (
 _VALUE_NORM = "v_norm"
 _FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 _ROTATE, _ROTATE_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
+_SCALE_BY_POSITION = "get_llama_4_attn_scale"
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 
 
@@ -135,6 +137,7 @@ def find_attention(
         gated=gated,
         shared=_shared(attention),
         temperature=_temperature(attention),
+        position_scale=_position_scale(attention),
         untold=tuple(untold),
         cache_name=cache_name,
     )
@@ -261,6 +264,15 @@ def _temperature(attention: Any) -> Temperature | None:
     return Temperature(attention.floor_scale, attention.attn_scale)
 
 
+def _position_scale(attention: Any) -> PositionScale | None:
+    """What queries are multiplied by by their position, which is 1 for the first thousands."""
+    if _SCALE_BY_POSITION not in code_of(attention).co_names:
+        return None
+    function: Any = getattr(sys.modules[type(attention).__module__], _SCALE_BY_POSITION)
+    rope = attention.config.rope_parameters
+    return PositionScale(function, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+
+
 def _values(
     attention: nn.Module, of_keys: bool, norms: HeadNorms | None, head_dim: int
 ) -> tuple[str, nn.Module | None]:
@@ -326,6 +338,7 @@ def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any
         functions,
         eager,
         cache_name=_cache_name(attention, defaults),
+        position_scale=_position_scale(attention),
     )
     candidates = [replace(fused, rotate=getattr(module, name)) for name in sorted(rotations)]
     found: FusedLatentAttention = _nearest(candidates or [fused], call, defaults)
