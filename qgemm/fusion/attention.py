@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.fusion.branches import NotFused, code_of, merge
+from qgemm.fusion.branches import NotFused, check_has_no_limits, code_of, merge
 from qgemm.fusion.probe import find_norm, find_rotation
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of_attention
 from qgemm.kernels.norms import Norm
@@ -89,6 +89,7 @@ def find_attention(
     """
     if out is None:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
+    check_has_no_limits(attention)
     if _LATENTS[0] in attention._modules:
         return _latent_attention(attention, out, defaults, call)
     names = next((names for names in _QUERY_KEY_VALUE if all(map(attention._modules.get, names))), None)

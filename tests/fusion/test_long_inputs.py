@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from families import VOCABULARY, Example
+from families import VOCABULARY
 from families.example import LATENT, language_model, tokens
+from torch import nn
 
-from fusion.structures import STRUCTURES
-from qgemm import fuse, fusion_report, quantize_model
+from qgemm import fuse, quantize_model, unfuse
+from qgemm.nn.blocks.binding import fused_of
 from tests.fusion.test_fuse import BOTH, fused_parts, quantized
 
 SIZES: dict[str, Any] = {
@@ -61,5 +62,42 @@ def test_queries_keys_and_values_with_limits(name: str) -> None:
         example.inputs = {"input_ids": torch.tensor([[5, 90, 7]])}
         expected = example.output()
         fuse(model, {"input_ids": torch.arange(15)[None]})
-        assert fused_parts(model) == fused
         assert torch.equal(example.output(), expected)
+        assert fused_parts(model) == fused
+
+
+@torch.no_grad()
+def test_gates_with_limits() -> None:
+    """DeepSeek V4's have one, and some of Step 3.7's: 0 is none."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7MLP
+
+    config: Any = SimpleNamespace(
+        hidden_size=64, intermediate_size=96, mlp_bias=False, hidden_act="silu", swiglu_limit=7.0,
+        swiglu_limits_shared=[7.0, 0.0],
+    )  # fmt: skip
+    x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+    for mlp, parts in ((DeepseekV4MLP(config), ()), (Step3p7MLP(config, 0), ()), (Step3p7MLP(config, 1), ("mlp",))):
+        model = quantize_model(nn.Sequential(mlp).eval(), skip=())
+        expected = model(20 * x)
+        fuse(model, {"input": x})
+        assert torch.equal(model(20 * x), expected)
+        assert fused_parts(model) == (parts,)
+
+
+@torch.no_grad()
+def test_sums_beyond_float16() -> None:
+    """An encoder's layer limits its output there, from which the next goes on."""
+    example = quantized("whisper")
+    model: Any = example.model.half()
+    example.inputs = {name: x.half() if x.is_floating_point() else x for name, x in example.inputs.items()}
+    fuse(model, example.inputs)
+    layer = model.get_encoder().layers[0]
+    assert fused_of(layer) is not None
+    x = torch.randn(1, 5, 64).half()
+    x[0, 3] = 65000
+    layer.fc2.bias[7] = 65000
+    found = layer(x, None)
+    unfuse(model)
+    assert torch.equal(found, layer(x, None))
+    assert found.isfinite().all()

@@ -100,7 +100,7 @@ class Temperature:
 
 @dataclass(frozen=True)
 class PositionScale:
-    """A factor of queries by position, of the model's own ``function(positions, factor, length)``, as in Ministral 3."""
+    """A factor of queries by position, the model's own ``function(positions, factor, length)``, as in Ministral 3."""
 
     function: Callable[[Tensor, float, int], Tensor]
     factor: float
