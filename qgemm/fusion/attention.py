@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ _HEAD_NORMS = (
 _VALUE_NORM = "v_norm"
 _FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 _ROTATE, _ROTATE_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
+_ROTATIONS = "apply_rotary"  # how the names of all rotations begin
 _SCALE_BY_POSITION = "get_llama_4_attn_scale"
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 
@@ -90,6 +92,7 @@ def find_attention(
     if out is None:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
     check_has_no_limits(attention)
+    _check_knows_functions(attention)
     if _LATENTS[0] in attention._modules:
         return _latent_attention(attention, out, defaults, call)
     names = next((names for names in _QUERY_KEY_VALUE if all(map(attention._modules.get, names))), None)
@@ -202,6 +205,16 @@ def _check_uses_all(attention: nn.Module, *used: nn.Module | None) -> None:
     others = [name for name, child in own if child is not None and child not in used and [*child.parameters()]]
     if others:
         raise NotFused(f"{type(attention).__name__} has more than projections and norms: {', '.join(others)}")
+
+
+def _check_knows_functions(attention: nn.Module) -> None:
+    """Raises ``NotFused`` if ``attention`` calls other functions of its file, whose part a few tokens may not show."""
+    module = sys.modules[type(attention).__module__]
+    for name in sorted({*code_of(attention).co_names} - {_EAGER, _SCALE_BY_POSITION}):
+        function = getattr(module, name, None)
+        is_own = isinstance(function, FunctionType) and function.__module__ == module.__name__
+        if is_own and not name.startswith(_ROTATIONS):
+            raise NotFused(f"{type(attention).__name__} calls {name}, which is unknown")
 
 
 def _cache_name(attention: nn.Module, defaults: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from families import VOCABULARY
 from families.example import LATENT, language_model, tokens
 from torch import nn
 
-from qgemm import fuse, quantize_model, unfuse
+from qgemm import fuse, fusion_report, quantize_model, unfuse
 from qgemm.nn.blocks.binding import fused_of
 from tests.fusion.test_fuse import BOTH, fused_parts, quantized
 
@@ -24,14 +24,14 @@ ROPE = {"rope_theta": 10000.0, "llama_4_scaling_beta": 0.5, "original_max_positi
 ROPE_OF_YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("Ministral3ForCausalLM", {"head_dim": 24, "rope_parameters": {**ROPE, "rope_type": "default"}}),
+    ("Mistral4ForCausalLM", {**LATENT, "first_k_dense_replace": 2, "rope_parameters": ROPE_OF_YARN}),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("Ministral3ForCausalLM", {"head_dim": 24, "rope_parameters": {**ROPE, "rope_type": "default"}}),
-        ("Mistral4ForCausalLM", {**LATENT, "first_k_dense_replace": 2, "rope_parameters": ROPE_OF_YARN}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), MODELS)
 def test_queries_grow_with_their_position(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     example = language_model(name, **{**SIZES, **settings})()
     example.inputs = {"input_ids": tokens(24)}
@@ -40,6 +40,14 @@ def test_queries_grow_with_their_position(name: str, settings: dict[str, Any], d
     fuse(example.model)
     assert fused_parts(example.model) == (BOTH, BOTH)
     assert torch.equal(example.output(), expected)
+
+
+def test_attention_that_calls_unknown_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qgemm.fusion.attention._SCALE_BY_POSITION", "another")
+    for name, settings in MODELS:
+        model = fuse(quantize_model(language_model(name, **{**SIZES, **settings})().model))
+        assert fused_parts(model)[:2] == (("mlp",), ("mlp",))
+        assert "calls get_llama_4_attn_scale, which is unknown" in fusion_report(model).records[0].reason
 
 
 LIMITED: dict[str, tuple[dict[str, Any], tuple[tuple[str, ...], ...]]] = {

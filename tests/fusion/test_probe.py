@@ -69,6 +69,8 @@ def test_activations_are_found() -> None:
     assert {name: find_activation(ACT2FN[name]) for name in names} == names
     # The same function, with more roundings.
     assert find_activation(ACT2FN["gelu_new"]) == ""
+    for name in ("relu6", "gelu_10"):  # which limit few values
+        assert find_activation(ACT2FN[name]) == ""
     assert find_activation(nn.Tanh()) == ""
     assert find_activation(nn.Bilinear(2, 2, 2)) == ""
 
