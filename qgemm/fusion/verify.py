@@ -134,12 +134,14 @@ def computes_mixture(fused: FusedMixture, call: Call) -> bool:
 def _error(out: Tensor, expected: Tensor, x: Tensor | None = None) -> float:
     """How far ``out`` is from ``expected``, relative to what that adds to ``x``; infinite if it isn't a number.
 
-    At least ``_SCALE_WEIGHT`` times how far the median token is off in scale.
+    What is near counts for at least ``_SCALE_WEIGHT`` times how far the median token is off in scale.
     """
     off, added = out.float() - expected.float(), expected.float() if x is None else expected.float() - x.float()
     scales = (off * added).sum(-1) / added.square().sum(-1)
     scale = scales.nan_to_num().median().abs()  # zeros have none
-    error = max((off.norm() / added.norm()).item(), _SCALE_WEIGHT * scale.item())
+    error = (off.norm() / added.norm()).item()
+    if error <= MAX_ERROR:
+        error = max(error, _SCALE_WEIGHT * scale.item())
     return error if error == error else float("inf")
 
 
