@@ -6,12 +6,13 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qgemm.fusion.branches import NotFused, code_of, merge
+from qgemm.fusion.branches import NotFused, check_has_no_limits, code_of, merge
 from qgemm.fusion.probe import find_norm, find_rotation
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of_attention
 from qgemm.kernels.norms import Norm
@@ -20,6 +21,7 @@ from qgemm.nn.blocks.attention import (
     SHARED_STATES,
     FusedAttention,
     HeadNorms,
+    PositionScale,
     Rotation,
     SharedStates,
     Temperature,
@@ -52,6 +54,8 @@ _HEAD_NORMS = (
 _VALUE_NORM = "v_norm"
 _FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 _ROTATE, _ROTATE_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
+_ROTATIONS = "apply_rotary"  # how the names of all rotations begin
+_SCALE_BY_POSITION = "get_llama_4_attn_scale"
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 
 
@@ -87,6 +91,8 @@ def find_attention(
     """
     if out is None:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
+    check_has_no_limits(attention)
+    _check_knows_functions(attention)
     if _LATENTS[0] in attention._modules:
         return _latent_attention(attention, out, defaults, call)
     names = next((names for names in _QUERY_KEY_VALUE if all(map(attention._modules.get, names))), None)
@@ -99,8 +105,6 @@ def find_attention(
         told["sliding_window"] = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     if "softcap" in constants:
         told["softcap"] = attention.attn_logit_softcapping
-    # The attention function is told 1.0.
-    scales_queries = any(type(constant) is float and constant == 1.0 for constant in constants)
     last = merge([out])
     qkv = merge([attention._modules[name] for name in names])
     if len(names) == 1 and names[0] != "q_proj":
@@ -128,16 +132,16 @@ def find_attention(
         _rotation(rotate, columns, call),
         functions,
         eager,
-        1.0 if scales_queries else scaling,
+        scaling,
         told,
         sinks="s_aux" in constants,
-        query_scaling=scaling if scales_queries else 1.0,
         by_head=names == _BY_HEAD,
         values=values,
         value_norm=value_norm,
         gated=gated,
         shared=_shared(attention),
         temperature=_temperature(attention),
+        position_scale=_position_scale(attention),
         untold=tuple(untold),
         cache_name=cache_name,
     )
@@ -146,7 +150,7 @@ def find_attention(
     candidates = [fused, replace(fused, rotate=None, rotation=None)]
     if fused.norms is not None:
         candidates.append(replace(fused, norms=replace(fused.norms, layout="rotated")))
-    found: FusedAttention = _nearest(candidates, call, defaults)
+    found: FusedAttention = _nearest(_with_scaled_queries(candidates), call, defaults)
     return found
 
 
@@ -163,7 +167,6 @@ def find_cross_attention(
     if out is None or not all(map(attention._modules.get, _QUERY_KEY_VALUE[0])):
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
     functions, eager, scaling, head_dim = _told(attention)
-    scales_queries = any(type(each) is float and each == 1.0 for each in constants_of(attention))
     query, key, value = (attention._modules[name] for name in _QUERY_KEY_VALUE[0])
     _check_uses_all(attention, query, key, value, out)
     fused = FusedCrossAttention(
@@ -174,13 +177,23 @@ def find_cross_attention(
         head_dim,
         functions,
         eager,
-        1.0 if scales_queries else scaling,
-        scaling if scales_queries else 1.0,
+        scaling,
+        1.0,
         names,
         _cache_name(attention, defaults),
     )
-    found: FusedCrossAttention = _nearest([fused], call, defaults)
+    found: FusedCrossAttention = _nearest(_with_scaled_queries([fused]), call, defaults)
     return found
+
+
+def _with_scaled_queries(candidates: Sequence[Any]) -> list[Any]:
+    """``candidates``, and ahead of them the same that scale queries where the code has a 1.0, as of scores.
+
+    That may be of something else, as in Llama 4; what differs are roundings.
+    """
+    if not any(type(each) is float and each == 1.0 for each in constants_of(candidates[0].module)):
+        return [*candidates]
+    return [*(replace(each, scaling=1.0, query_scaling=each.scaling) for each in candidates), *candidates]
 
 
 def _check_uses_all(attention: nn.Module, *used: nn.Module | None) -> None:
@@ -192,6 +205,16 @@ def _check_uses_all(attention: nn.Module, *used: nn.Module | None) -> None:
     others = [name for name, child in own if child is not None and child not in used and [*child.parameters()]]
     if others:
         raise NotFused(f"{type(attention).__name__} has more than projections and norms: {', '.join(others)}")
+
+
+def _check_knows_functions(attention: nn.Module) -> None:
+    """Raises ``NotFused`` if ``attention`` calls other functions of its file, whose part a few tokens may not show."""
+    module = sys.modules[type(attention).__module__]
+    for name in sorted({*code_of(attention).co_names} - {_EAGER, _SCALE_BY_POSITION}):
+        function = getattr(module, name, None)
+        is_own = isinstance(function, FunctionType) and function.__module__ == module.__name__
+        if is_own and not name.startswith(_ROTATIONS):
+            raise NotFused(f"{type(attention).__name__} calls {name}, which is unknown")
 
 
 def _cache_name(attention: nn.Module, defaults: Mapping[str, Any]) -> str:
@@ -253,6 +276,15 @@ def _temperature(attention: Any) -> Temperature | None:
     if not getattr(attention, "attn_temperature_tuning", False) or getattr(attention, "use_rope", True):
         return None
     return Temperature(attention.floor_scale, attention.attn_scale)
+
+
+def _position_scale(attention: Any) -> PositionScale | None:
+    """What queries are multiplied by by their position, which is 1 for the first thousands."""
+    if _SCALE_BY_POSITION not in code_of(attention).co_names:
+        return None
+    function: Any = getattr(sys.modules[type(attention).__module__], _SCALE_BY_POSITION)
+    rope = attention.config.rope_parameters
+    return PositionScale(function, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
 
 
 def _values(
@@ -320,6 +352,7 @@ def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any
         functions,
         eager,
         cache_name=_cache_name(attention, defaults),
+        position_scale=_position_scale(attention),
     )
     candidates = [replace(fused, rotate=getattr(module, name)) for name in sorted(rotations)]
     found: FusedLatentAttention = _nearest(candidates or [fused], call, defaults)

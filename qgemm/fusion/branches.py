@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from types import CodeType
 from typing import Any
 
@@ -50,6 +52,10 @@ LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection")
 LAYER_INPUT_NORM = "post_per_layer_input_norm"
 
 
+# What an attribute with the limit of values in a module is called.
+_LIMITS = ("clip_qkv", "limit", "swiglu_limit")
+
+
 class NotFused(Exception):
     """Why a branch isn't fused."""
 
@@ -61,6 +67,7 @@ def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, boo
     """
     names, last, gated = layers
     first, down = ([layer.get_submodule(dotted(mlp, each)) for each in own] for own in (names, (last,)))
+    check_has_no_limits(layer.get_submodule(mlp))
     if reason := why_apart(down):
         raise NotFused(reason)
     act = _activation(layer, activation) if activation else _function(layer.get_submodule(mlp))
@@ -103,6 +110,17 @@ def find_mlp_and_mixture(
     before, after_mlp, after = (steps[name] for name in BESIDE_NORMS)
     step = find_scaled_router(router) or find_router(router, layer)
     return MlpAndMixture(mlp, steps[norms[0]], after_mlp, step, experts, before, after)
+
+
+def check_has_no_limits(module: nn.Module) -> None:
+    """Raises ``NotFused`` if ``module`` limits values, to less than their dtype does: a few tokens may not show it."""
+    names = {*code_of(module).co_names}
+    if not {"clamp", "clamp_"} & names or "finfo" in names:
+        return
+    places = product((module, getattr(module, "config", None)), _LIMITS)
+    limit = next((getattr(holder, name) for holder, name in places if hasattr(holder, name)), 0.0)
+    if limit is not None and limit < math.inf:
+        raise NotFused(f"{type(module).__name__} limits its values")
 
 
 def dotted(*names: str) -> str:

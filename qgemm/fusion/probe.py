@@ -27,7 +27,8 @@ from qgemm.nn.blocks.attention import Rotation
 from qgemm.nn.blocks.mixture import RouterStep, ScaledRouter
 
 _ROWS, _VALUES = 16, 4096
-_LARGE = 30.0  # of logits whose sigmoids are 1, so that it shows which of them are compared
+# Of logits whose sigmoids are 1, so that it shows which are compared, and of values beyond the limit of an activation.
+_LARGE = 30.0
 _MAX_UNLIKE = 0.01
 """The fraction of values that may differ: sums in another order do that; a rounding more or less changes a quarter."""
 
@@ -69,7 +70,9 @@ def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
 @torch.no_grad()
 def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
     """The name of ``activation`` in ``ACTIVATIONS``; empty if it is none of them."""
-    x = torch.randn(_VALUES, generator=torch.Generator().manual_seed(0)).mul_(2).to(torch.bfloat16)
+    x = torch.randn(_VALUES, generator=torch.Generator().manual_seed(0)).mul_(2)
+    x[_VALUES // 2 :] *= _LARGE
+    x = x.to(torch.bfloat16)
     own: Any = copy.deepcopy(activation).to_empty(device="cpu") if isinstance(activation, nn.Module) else activation
     return next((name for name, act in ACTIVATIONS.items() if _fraction_unlike(own, act, x) <= _MAX_UNLIKE), "")
 
@@ -188,7 +191,8 @@ def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
     bias = router.bias
     if bias is not None:
         holder, name = bias
-        values = torch.rand(getattr(holder, name).shape, generator=generator)
+        # Below zero: some models leave out experts by a score of 0.
+        values = torch.rand(getattr(holder, name).shape, generator=generator) - 2
     own = copy.deepcopy(router.module).to_empty(device="cpu").to(dtype).eval()
     linear = own.get_submodule(router.linear)
     columns = linear.get_parameter("weight").shape[-1]

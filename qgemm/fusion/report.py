@@ -18,8 +18,8 @@ class FusionRecord:
     - ``parts``: what is fused of it: ``"attention"``, ``"mlp"``, ``"mixture"``; nothing if it is as it was. Outside of
       layers: ``"norm"``, ``"rotary"``, and ``"products"`` of layers that read one input in a module that is called.
     - ``reason``: why the rest isn't; empty if all is.
-    - ``error``: how far its output was from the layer's when it was made, relative to what the layer adds to its input;
-      0 if the bits were the same, None if that wasn't looked at.
+    - ``error``: how far its output was from the layer's when it was made, relative to what the layer adds to its input,
+      where another scale counts tenfold; 0 if the bits were the same, None if that wasn't looked at.
     """
 
     name: str

@@ -222,6 +222,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
             multiplier=_multiplier(layer),
             residual_first=residual_first,
             scale=(layer, _SCALE) if _SCALE in layer._buffers else None,
+            limited={"clamp", "finfo"} <= {*code_of(layer).co_names},
             crosses=found.crosses,
             defaults=_defaults(layer),
             passed_over=passed_over,

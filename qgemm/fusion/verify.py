@@ -25,6 +25,10 @@ A value that another order of a sum rounds to the next int8 is off by less than 
 wrongly is off by far more.
 """
 
+_SCALE_WEIGHT = 10
+"""Roundings go up and down, value by value, and leave the scale of most tokens as it is. What multiplies by another
+number than the layer is refused from 0.2 % on."""
+
 _SPREAD = 1.5  # of queries and keys
 
 
@@ -87,9 +91,7 @@ def error_of(fused: FusedLayer, call: Call) -> float:
         return float("inf")
     if out.shape != expected.shape or out.dtype != expected.dtype:
         return float("inf")
-    added = (expected.float() if fused.form == "alone" else expected.float() - call.x.float()).norm()
-    error = ((out.float() - expected.float()).norm() / added).item()
-    return error if error == error else float("inf")
+    return _error(out, expected, None if fused.form == "alone" else call.x)
 
 
 @torch.no_grad()
@@ -112,10 +114,9 @@ def error_of_attention(
         names = fused.names if isinstance(fused, FusedCrossAttention) else dict.fromkeys(getattr(fused, "untold", ()))
         expected = CalledBranch(fused.module, True, names)(x, (), None, x.dtype, context)
         out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
-        error = ((out.float() - expected.float()).norm() / expected.float().norm()).item()
+        return _error(out, expected)
     except Exception:  # of a candidate that is wrong, anything may be raised
         return float("inf")
-    return error if error == error else float("inf")
 
 
 @torch.no_grad()
@@ -127,7 +128,21 @@ def computes_mixture(fused: FusedMixture, call: Call) -> bool:
         out = fused(x, (), None, x.dtype, {})
     except Exception:  # of a candidate that is wrong, anything may be raised
         return False
-    return bool((out.float() - expected.float()).norm() <= MAX_ERROR * expected.float().norm())
+    return _error(out, expected) <= MAX_ERROR
+
+
+def _error(out: Tensor, expected: Tensor, x: Tensor | None = None) -> float:
+    """How far ``out`` is from ``expected``, relative to what that adds to ``x``; infinite if it isn't a number.
+
+    What is near counts for at least ``_SCALE_WEIGHT`` times how far the median token is off in scale.
+    """
+    off, added = out.float() - expected.float(), expected.float() if x is None else expected.float() - x.float()
+    scales = (off * added).sum(-1) / added.square().sum(-1)
+    scale = scales.nan_to_num().median().abs()  # zeros have none
+    error = (off.norm() / added.norm()).item()
+    if error <= MAX_ERROR:
+        error = max(error, _SCALE_WEIGHT * scale.item())
+    return error if error == error else float("inf")
 
 
 def _copied(value: Any) -> Any:

@@ -9,12 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Example
+from families import FAMILIES, VOCABULARY, Example
+from families.example import language_model
 from torch import nn
 
-from qgemm import fuse, quantize_model
+from qgemm import fuse, fusion_report, quantize_model
 from qgemm.fusion.attention import _cache_name
 from qgemm.nn.blocks.binding import fused_of
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+}
 
 
 def quantized(family: str) -> Example:
@@ -30,6 +44,23 @@ def test_what_attention_is_told() -> None:
         fused = next(found for found in map(fused_of, model.modules()) if found)
         attention: Any = fused.steps[0].branch
         assert (attention.scaling, attention.query_scaling, attention.told) == values, family
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_queries_are_scaled_where_the_model_does_it(dtype: torch.dtype) -> None:
+    """Llama 4 scales scores, and its code has the number 1.0 too; with 24 columns the scale is no power of two."""
+    sizes = {"hidden_size": 96, "ffn_dim": 128, "word_embed_proj_dim": 96, "max_position_embeddings": 32}
+    for build in (
+        language_model("Llama4ForCausalLM", **{**SMALL, "head_dim": 24, "no_rope_layers": [1, 0]}),
+        language_model("OPTForCausalLM", **{**SMALL, **sizes}),
+    ):
+        example = build()
+        quantize_model(example.model.to(dtype))
+        expected = example.output()
+        records = fusion_report(fuse(example.model)).fused
+        assert {part for record in records for part in record.parts} >= {"attention"}
+        assert [record.error for record in records] == [0.0] * len(records)
+        assert torch.equal(example.output(), expected)
 
 
 @pytest.mark.parametrize(

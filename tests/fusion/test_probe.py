@@ -69,6 +69,8 @@ def test_activations_are_found() -> None:
     assert {name: find_activation(ACT2FN[name]) for name in names} == names
     # The same function, with more roundings.
     assert find_activation(ACT2FN["gelu_new"]) == ""
+    for name in ("relu6", "gelu_10"):  # which limit few values
+        assert find_activation(ACT2FN[name]) == ""
     assert find_activation(nn.Tanh()) == ""
     assert find_activation(nn.Bilinear(2, 2, 2)) == ""
 
@@ -182,6 +184,21 @@ def test_each_routing_is_found(routing: Routing, bias: str, in_float: bool) -> N
 def test_what_is_no_known_routing() -> None:
     for router in (_Router(Routing(3), factor=2.0), nn.Linear(32, 12)):
         assert find_router(router, _in_mixture(router)).routing is None
+
+
+def test_biases_below_zero_show_what_becomes_of_groups_that_are_left_out() -> None:
+    """A.X-K2 sets the scores of their experts to 0, which is more than a negative one."""
+    from transformers import AXK2Config
+    from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
+
+    groups = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    router: Any = AXK2TopkRouter(AXK2Config(hidden_size=32, num_experts_per_tok=2, **groups))
+    with torch.no_grad():
+        router.weight.normal_()
+        router.e_score_correction_bias.fill_(-2)
+    found, x = find_router(router, _in_mixture(router)), torch.randn(6, 32)
+    assert found.routing is None
+    assert all(map(torch.equal, found(x), router(x)[1:]))
 
 
 def test_a_router_may_return_its_logits_last() -> None:

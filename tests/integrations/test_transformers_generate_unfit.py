@@ -36,6 +36,17 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         "changes keys between the cache and attention",
     ),
     "DogeForCausalLM": (_SIZES, "DogeAttention makes a mask of its own"),
+    "MiMoV2FlashForCausalLM": (
+        {
+            **_SIZES,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        "keys have 2 heads of size 24, and values 2 of size 16",
+    ),
     "Kosmos2_5ForConditionalGeneration": (
         {"text_config": _OF_KOSMOS, "vision_config": {"hidden_size": 64, "num_hidden_layers": 1}},
         "Kosmos2_5ForConditionalGeneration makes positions of its own",
@@ -59,7 +70,7 @@ def test_attention_in_another_way_goes_to_transformers(name: str, settings: dict
         assert torch.equal(model.generate(**options, streamer=streamer), expected)
     assert streamer.values == 1 + 6
     assert torch.equal(model.generate(**options), expected)
-    if name.startswith(("Bert", "JetMoe", "Doge")):  # and whoever passes the cache is told
+    if name.startswith(("Bert", "JetMoe", "Doge", "MiMo")):  # and whoever passes the cache is told
         model.set_attn_implementation("qgemm")
         with pytest.raises(ValueError, match=f"{reason}, which a KeyValueCache isn't for: use a cache"):
             type(model).generate(

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedConfig, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
-from qgemm.integrations.transformers.tokens import Seen, Stored, Tokens
+from qgemm.integrations.transformers.tokens import Seen, Stored, Tokens, UnfitAttentionError
 from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.nn.blocks.attention import CACHES
 from qgemm.numerics.formats import INT8
@@ -81,10 +81,8 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
                 return self.lazy_initialization(key_states, value_states)
         heads, D = key_states.shape[1], key_states.shape[3]
         if value_states.shape[1] != heads or value_states.shape[3] != D:
-            raise ValueError(
-                f"keys are {list(key_states.shape)} and values {list(value_states.shape)}; a KeyValueCache is for "
-                "heads of one size: use transformers' StaticCache"
-            )
+            of_values = f"values {value_states.shape[1]} of size {value_states.shape[3]}"
+            raise UnfitAttentionError(f"keys have {heads} heads of size {D}, and {of_values}")
         dtype = key_states.dtype if self.stored_dtype is None else self.stored_dtype
         shape, device = (self.max_batch, heads, self.tokens.capacity), key_states.device
         self.dtype, self.device = key_states.dtype, device

@@ -99,6 +99,19 @@ class Temperature:
 
 
 @dataclass(frozen=True)
+class PositionScale:
+    """A factor of queries by position, the model's own ``function(positions, factor, length)``, as in Ministral 3."""
+
+    function: Callable[[Tensor, float, int], Tensor]
+    factor: float
+    length: int
+
+    def __call__(self, q: Tensor, positions: Tensor) -> Tensor:
+        """``q [B, H, S, D]`` at ``positions [1 or B, S]``, times that."""
+        return q * self.function(positions, self.factor, self.length).to(q.dtype)
+
+
+@dataclass(frozen=True)
 class SharedStates:
     """Keys and values that several layers read; those that ``stores`` puts them there, others take them.
 
@@ -127,7 +140,7 @@ class FusedAttention:
     - ``values``: where values come from, one of ``rotary.call.VALUES``; ``value_norm``: their norm, if they have one.
     - ``gated``: whether each head of the queries has a gate behind it, whose sigmoid its output is multiplied by.
     - ``shared``: keys and values that other layers read too, or None. A layer that takes them has no others.
-    - ``temperature``: a factor of queries by their position, or None.
+    - ``temperature``, ``position_scale``: a factor of queries by their position, or None.
     - ``untold``: arguments of the layer that aren't for its attention.
     - ``cache_name``: what the cache is called among the arguments.
     """
@@ -154,6 +167,7 @@ class FusedAttention:
     gated: bool = False
     shared: SharedStates | None = None
     temperature: Temperature | None = None
+    position_scale: PositionScale | None = None
     untold: tuple[str, ...] = ()
     cache_name: str = CACHES[0]
 
@@ -201,6 +215,8 @@ class FusedAttention:
         del qkv  # a fifth of what a long prompt takes beside weights and cache; queries, keys and values are copies
         if self.temperature is not None:
             q = self.temperature(q, seen)
+        if self.position_scale is not None:
+            q = self.position_scale(q, others["position_ids"])
         if self.query_scaling != 1.0:
             q = q * self.query_scaling
         others.update(self.told)

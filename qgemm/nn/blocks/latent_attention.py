@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.nn.blocks.attention import update_cache
+from qgemm.nn.blocks.attention import PositionScale, update_cache
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.steps import NormStep, read
@@ -27,6 +27,7 @@ class FusedLatentAttention:
     - ``query_norm``, ``query``: what makes queries of latent ones; None where the first product has the queries.
     - ``rotate``: ``(q, k, cos, sin) -> (q, k)``, of ``[B, H, S, R]`` each.
     - ``functions``, ``eager``: transformers' attention functions by name, and the module's own.
+    - ``cache_name``, ``position_scale``: as ``FusedAttention`` has them.
     """
 
     module: Any
@@ -38,6 +39,7 @@ class FusedLatentAttention:
     functions: Any
     eager: Callable[..., Any]
     cache_name: str
+    position_scale: PositionScale | None
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
@@ -75,5 +77,7 @@ class FusedLatentAttention:
         k, v = module.expand_kv(latent, k_rot)
         attend = self.functions.get_interface(module.config._attn_implementation, self.eager)
         q = torch.cat((q_pass, q_rot), dim=-1)
+        if self.position_scale is not None:
+            q = self.position_scale(q, others["position_ids"])
         out, _ = attend(module, q, k, v, mask, dropout=0.0, scaling=module.scaling, **others)
         return operands[1].product(out.reshape(B, S, -1), dtype, residual)

@@ -35,6 +35,8 @@ from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quanti
 
 Form = Literal["in a row", "side by side", "norms last", "alone"]
 
+MAX_FLOAT16 = torch.finfo(torch.float16).max - 1000
+"""Encoders of transformers let none of their layers' outputs be larger."""
 MAX_SMALL_ROWS = 16
 """Up to so many rows, the output projection adds the residual."""
 
@@ -102,6 +104,7 @@ class FusedLayer:
     - ``multiplier``: of each branch ahead of the residual; ``residual_first``: whether, side by side, the branches are
       added to the residual one by one, or to one another first.
     - ``scale``: the module that has a factor of the layer's output, and its name there; or None.
+    - ``limited``: whether the output is limited in float16, to ``MAX_FLOAT16``.
     - ``crosses``: whether a branch is attention to an encoder.
     - ``defaults``: the arguments of ``forward`` after the first, by name and in order.
     - ``passed_over``: modules that are not called, with the name and holder of each, so that a replaced one is seen;
@@ -114,6 +117,7 @@ class FusedLayer:
     multiplier: float = 1.0
     residual_first: bool = True
     scale: tuple[nn.Module, str] | None = None
+    limited: bool = False
     crosses: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     passed_over: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
@@ -183,6 +187,10 @@ class FusedLayer:
 
     def __call__(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
         """The layer's output for ``x [B, S, K]``."""
+        out = self._compute(x, operands, context)
+        return out.clamp(-MAX_FLOAT16, MAX_FLOAT16) if self.limited and out.dtype == torch.float16 else out
+
+    def _compute(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
         if self.form == "in a row":
             return self._in_a_row(x, operands, context)
         if self.form == "side by side":
