@@ -19,7 +19,7 @@ def weight_only_cases() -> Iterator[Case]:
     for label, M, K, format, group, scale, dtype, zeros in (
         ("few int4", 8, 4096, "int4", 128, BF16, BF16, True),
         ("few int8", 16, 4096, "int8", 4096, BF16, BF16, False),
-        ("shared few int4", 32, 14336, "int4", 128, BF16, BF16, False),
+        ("shared few int4", 16, 16640, "int4", 128, BF16, BF16, False),
         ("few nf4", 1, 4096, "nf4", 64, torch.float32, HALF, False),
         # Rows are of 16 bytes, but not of 16 values.
         ("one odd", 1, 152, "int4", 32, BF16, BF16, False),

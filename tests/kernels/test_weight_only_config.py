@@ -1,5 +1,6 @@
 """The tiles of products with stored weights: no tile is larger than a multiprocessor, K is shared where N is short."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from qgemm.kernels.weight_only.config import (
     Shareable,
     Stored,
     fits_ring,
+    prefers_tiles,
     select_few_rows,
     select_ring,
     select_tiles,
@@ -44,6 +46,22 @@ def test_few_rows(M: int, form: Stored) -> None:
         assert tile.rows * tile.splits // tile.warps in (16, 32)
         slot = tile.splits * (tile.rows * BLOCK_BYTES + tile.x_rows * form.block * 2)
         assert tile.depth * slot <= H200.shared_memory
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "faster"),
+    # As products of 17, 24 and 32 rows were timed on an H100.
+    [
+        (4096, 4096, True), (4096, 14336, True), (57344, 8192, True), (8192, 28672, True),
+        (6144, 4096, False), (28672, 4096, False), (8192, 8192, False),
+    ],
+)  # fmt: skip
+def test_tiles_for_17_to_32_rows_of_int4(N: int, K: int, faster: bool) -> None:
+    for M in (17, 24, 32):
+        assert prefers_tiles(M, N, K, INT4, H200) == faster
+        assert not prefers_tiles(M, N, K, INT8, H200)
+        assert not prefers_tiles(M, N, K, replace(INT4, has_zeros=True), H200)
+    assert not prefers_tiles(16, N, K, INT4, H200)
 
 
 @FORMS

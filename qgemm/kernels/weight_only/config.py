@@ -24,7 +24,7 @@ MAX_PARTS = 2**COUNT_BITS - 1
 MAX_COUNTS = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD
 # In microseconds, as they choose best of what was timed on an H100.
 BLOCK_TIMES = {
-    4: {32: 1.1, 64: 1.12, 128: 1.53, 160: 1.98, 192: 2.26, 256: 2.77},
+    4: {32: 0.88, 64: 1.12, 128: 1.53, 160: 1.98, 192: 2.26, 256: 2.77},
     8: {32: 1.1, 64: 1.23, 128: 1.7, 160: 2.16, 192: 2.4, 256: 3.04},
 }
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
@@ -203,6 +203,8 @@ RING_FEWER = {4: 0.88, 8: 0.72}
 RING_TILE_END = 0.25
 RING_HANDOVER = 2.3
 RING_PARTIAL_SUM = 1e-4  # of each part but the last
+TILES_LATER = 0.6
+"""Microseconds that tiles for more rows take besides, which this model and theirs leave out."""
 
 
 @dataclass(frozen=True)
@@ -281,13 +283,28 @@ def _columns(M: int) -> int:
 
 def select_ring(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> FewRowsRing:
     """The tiles of a product that ``fits_ring``: those that take the least time by ``_ring_microseconds``."""
+    return _best_ring(M, N, K, form, limits)[1]
+
+
+def prefers_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> bool:
+    """Whether a product that ``fits_ring`` takes less time by ``Tiles``, as some of more than 16 rows and 4 bits do.
+
+    With zero points tiles take longer than the model says.
+    """
+    if M <= MAX_FEW_ROWS or form.bits > 4 or form.has_zeros:
+        return False
+    tile = select_tiles(M, N, K, form, limits)
+    return _microseconds(tile, M, N, K, form, limits) + TILES_LATER < _best_ring(M, N, K, form, limits)[0]
+
+
+def _best_ring(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> tuple[float, FewRowsRing]:
     blocks = K // form.block
     candidates: list[tuple[float, FewRowsRing]] = []
     for one, step in RING[form.bits, _columns(M)]:
         programs = one.programs * limits.num_sms
         ways = one.shared_by(one.tiles(N) % programs, programs, cdiv(blocks, one.splits))
         candidates += [(_ring_microseconds(way, step, N, blocks, form.bits, limits), way) for way in (one, *ways)]
-    return min(candidates, key=lambda each: each[0])[1]
+    return min(candidates, key=lambda each: each[0])
 
 
 def _ring_microseconds(tile: FewRowsRing, step: float, N: int, blocks: int, bits: int, limits: DeviceLimits) -> float:

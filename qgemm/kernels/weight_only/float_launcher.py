@@ -1,8 +1,8 @@
 """Launcher of ``weight_only_linear`` with rows in float on GPU tensors; calls of a kind share the choice of kernels.
 
 - Hopper, up to 32 rows: tiles that read the weight once (``_few_rows_ring_kernel``, or up to 16 rows
-  ``_few_rows_kernel``); more rows: tiles that unpack the weight between shared memory and the tensor cores
-  (``_tiles_kernel``).
+  ``_few_rows_kernel``); more rows, and more than 16 where that is faster: tiles that unpack the weight between shared
+  memory and the tensor cores (``_tiles_kernel``).
 - Any other GPU, and what Hopper's kernels don't accept (float32, groups that are no multiple of 16, K or strides that
   are no multiples of 16 bytes; in tiles, small groups but of 16, 32 and 64, their scales if they are no multiple of 4
   bytes a row, and more than 16 rows for each value of a small group): plain Triton up to 64 rows; more rows are
@@ -35,6 +35,7 @@ from qgemm.kernels.weight_only.config import (
     Stored,
     Tiles,
     fits_ring,
+    prefers_tiles,
     select_few_rows,
     select_ring,
     select_tiles,
@@ -243,7 +244,8 @@ def _make_plan(
     form = Stored(format, FORMATS[format].bits, group, has_zeros=zero_point is not None)
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
-        in_ring = fits_ring(M, K, form)
+        fits_tiles = N % 8 == 0 and all(_fits_tiles(M, form, each) for each in (scale, zero_point) if each is not None)
+        in_ring = fits_ring(M, K, form) and not (fits_tiles and prefers_tiles(M, N, K, form, limits))
         form = replace(form, paired=_reads_pairs(form, K, scale))
         if in_ring:
             ring = select_ring(M, N, K, form, limits)
@@ -253,7 +255,7 @@ def _make_plan(
         if M <= MAX_FEW_ROWS:
             few_rows = select_few_rows(M, N, form, limits)
             return Plan((M, N), few_rows_launch(few_rows, form, M, N, K, strides, limits))
-        if N % 8 == 0 and _fits_tiles(M, form, scale) and (zero_point is None or _fits_tiles(M, form, zero_point)):
+        if fits_tiles:
             exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
             config = select_tiles(M, N, K, form, limits, exact)
             if config.shared and x.is_cuda:
