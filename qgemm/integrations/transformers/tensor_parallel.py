@@ -61,7 +61,14 @@ _WAITS = "_qgemm_waits"
 def is_cut(model: PreTrainedModel) -> bool:
     """Whether ``from_pretrained`` was asked to cut ``model`` among processes, tensors or experts."""
     config = getattr(model.config, "distributed_config", None)
-    return config is not None and ((config.tp_size or 1) > 1 or bool(config.enable_expert_parallel))
+    if config is None:
+        return False
+    # The flag is of transformers 5.18, and deprecated from 5.19 on, which has the size.
+    return max(config.tp_size or 1, _expert_size(config)) > 1 or getattr(config, "enable_expert_parallel", False)
+
+
+def _expert_size(config: Any) -> int:
+    return getattr(config, "ep_size", None) or 1
 
 
 class _Plan(dict[str, str]):
@@ -226,7 +233,7 @@ def _expert_plans(model: PreTrainedModel) -> list[dict[str, str]]:
     Raises ``ValueError`` if processes are to have tokens of their own.
     """
     config: Any = model.config.distributed_config
-    size = getattr(config, "ep_size", None) or 1
+    size = _expert_size(config)
     if size == 1:
         return []
     if size != config.tp_size:
