@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,9 @@ def in_two(plan: Any = "auto", by_expert: bool = False) -> DistributedConfig:
     return DistributedConfig(tp_size=2, tp_plan=plan, **(experts if by_expert else {}))
 
 
-def load_part(
-    folder: Path, kind: Any = LlamaForCausalLM, by_expert: bool = False, config: Any = None, **options: Any
-) -> Any:
-    """What the second of two processes loads, the only one on its machine, of which the first isn't there."""
+@contextmanager
+def second_of_two() -> Iterator[None]:
+    """This is the second of two processes, the only one on its machine, of which the first isn't there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with pytest.MonkeyPatch.context() as patch:
@@ -60,10 +61,17 @@ def load_part(
             patch.setenv(name, value)
         distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
         try:
-            config = config or in_two(by_expert=by_expert)
-            return kind.from_pretrained(folder, distributed_config=config, **options)
+            yield
         finally:
             distributed.destroy_process_group()
+
+
+def load_part(
+    folder: Path, kind: Any = LlamaForCausalLM, by_expert: bool = False, config: Any = None, **options: Any
+) -> Any:
+    """What the ``second_of_two`` processes loads."""
+    with second_of_two():
+        return kind.from_pretrained(folder, distributed_config=config or in_two(by_expert=by_expert), **options)
 
 
 def load_int8(folder: Path, **kwargs: Any) -> LlamaForCausalLM:
