@@ -17,8 +17,11 @@ from transformers.distributed import DistributedConfig
 
 import qgemm
 from qgemm import QuantLinear
+from qgemm.integrations.transformers.tensor_parallel import NEEDS_FSDP
 
 IDS = torch.tensor([[1, 2, 3, 4]])
+# Whether experts are split by expert.
+BY_EXPERT = (False,) if NEEDS_FSDP else (False, True)
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
