@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.results import environment, write_json
+from benchmarks.shapes import parse_pair
 from benchmarks.tables import Table, render
 from qgemm.kernels import decode_attention, quantize_rows
 from qgemm.kernels.reference import decode_attention_reference
@@ -61,7 +62,7 @@ class Result:
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Measures what the command line asks for, prints it, and writes the JSON file if one is named."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=_size, action="append", metavar="BxL", help="sequences and their keys")
+    parser.add_argument("--size", type=parse_pair, action="append", metavar="BxL", help="sequences and their keys")
     parser.add_argument("--heads", type=_heads, default=(32, 8), metavar="Q/K", help="of queries and of keys (32/8)")
     parser.add_argument("--head-size", type=int, default=128, help="(default: 128)")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
@@ -160,11 +161,6 @@ def table(results: Sequence[Result]) -> Table:
         cells = [f"{one.us:,.1f}", f"{times:.2f}", f"{one.tb_per_s:.3g}", f"{one.share:.0%}", f"{one.error:.4f}"]
         rows.append([f"{one.batch} x {one.length}", one.provider, *cells])
     return ["sequences x keys", "", "us", "times sdpa", "TB/s", "of a copy", "relative error"], rows
-
-
-def _size(text: str) -> tuple[int, int]:
-    batch, length = (int(part) for part in text.split("x"))
-    return batch, length
 
 
 def _heads(text: str) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from benchmarks.models.providers import PROVIDERS
 from benchmarks.models.shapes import MODELS, ModelShape
 from benchmarks.results import environment, write_json
+from benchmarks.shapes import parse_pair
 from benchmarks.tables import Table, render
 from qgemm_cli.timing import QUICK, Effort, Pass, median_seconds
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     decoders = [name for name, shape in MODELS.items() if shape.is_decoder]
     is_gpu = torch.cuda.is_available()
     parser.add_argument("--model", choices=decoders, default="llama-3-8b" if is_gpu else "llama-3.2-1b")
-    parser.add_argument("--size", type=_size, action="append", metavar="BxL", help="sequences and their length")
+    parser.add_argument("--size", type=parse_pair, action="append", metavar="BxL", help="sequences and their length")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--commit", help="what to call the commit, in a copy of the tree without git")
@@ -168,11 +169,6 @@ def _peak_bytes(run: Any, device: torch.device) -> int | None:
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def _size(text: str) -> tuple[int, int]:
-    batch, length = (int(part) for part in text.split("x"))
-    return batch, length
 
 
 if __name__ == "__main__":

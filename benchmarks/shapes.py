@@ -44,14 +44,20 @@ HELD_OUT_SHAPES = (
 HELD_OUT_ROWS = (1, 12, 48, 96, 192, 384, 768, 3072)
 
 
+def parse_pair(text: str) -> tuple[int, int]:
+    """``"16x1024"`` as the two numbers of a shape."""
+    try:
+        first, second = (int(part) for part in text.split("x"))
+    except ValueError:
+        raise ValueError(f"shape is {text!r}; it must be two numbers, such as 4096x14336") from None
+    if min(first, second) < 1:
+        raise ValueError(f"shape is {text!r}; both numbers must be at least 1")
+    return first, second
+
+
 def parse_shape(text: str) -> WeightShape:
     """``"4096x14336"`` as the weight shape ``N x K``, with its family if it is in the table."""
-    try:
-        N, K = (int(part) for part in text.split("x"))
-    except ValueError:
-        raise ValueError(f"shape is {text!r}; it must be NxK, such as 4096x14336") from None
-    if min(N, K) < 1:
-        raise ValueError(f"shape is {text!r}; N and K must be at least 1")
+    N, K = parse_pair(text)
     known = [shape for shape in (*SHAPES, *CPU_SHAPES, *HELD_OUT_SHAPES) if (shape.N, shape.K) == (N, K)]
     return known[0] if known else WeightShape("custom", N, K)
 

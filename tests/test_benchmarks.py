@@ -19,7 +19,7 @@ from benchmarks.measure import measure_quantization, measure_shape
 from benchmarks.providers import Provider, cpu_providers, float_provider, quantize_fp8
 from benchmarks.results import ConfigCheck, Measurement, Quantization, Run, speedups
 from benchmarks.roofline import Roofline, bytes_moved, geometric_mean, known_peaks, operations
-from benchmarks.shapes import HELD_OUT_SHAPES, ROWS, SHAPES, WeightShape, parse_shape
+from benchmarks.shapes import HELD_OUT_SHAPES, ROWS, SHAPES, WeightShape, parse_pair, parse_shape
 from qgemm_cli.check import largest_errors
 from qgemm_cli.timing import MAX_CALLS, QUICK, Effort, Pass, copy_bandwidth, copy_count, median_seconds
 
@@ -52,6 +52,7 @@ def test_the_table_has_the_layers_of_the_models() -> None:
 def test_parse_shape() -> None:
     assert parse_shape("57344x8192") == WeightShape("llama-3-70b", 57344, 8192)
     assert parse_shape("12x34") == WeightShape("custom", 12, 34)
+    assert parse_pair("12x34") == (12, 34)
     for text in ("12", "axb", "0x4", "1x2x3"):
         with pytest.raises(ValueError, match=f"shape is '{text}'"):
             parse_shape(text)

@@ -83,3 +83,11 @@ def test_the_architecture_names_every_part() -> None:
     names = [f"{path.name}/" if path.is_dir() else path.name for path in parts if path.suffix in ("", ".py")]
     assert len(names) > 20
     assert not [name for name in names if f"`{name}`" not in text]
+
+
+def test_the_readme_counts_the_families_that_it_names() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    counted = re.findall(r"tested on (\d+) families[^:]*: (.*) \|", text)
+    assert len(counted) == 2
+    for number, names in counted:
+        assert int(number) == len(re.findall(", | and ", names)) + 1  # "Qwen2 and 3" are two

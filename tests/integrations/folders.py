@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ from checkpoint.rewriting import rewrite_file
 from safetensors.torch import load_file
 from torch import distributed, nn
 from transformers import LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 
 import qgemm
 from qgemm import QuantLinear
+from qgemm.integrations.transformers.tensor_parallel import NEEDS_FSDP
 
 IDS = torch.tensor([[1, 2, 3, 4]])
+# Whether experts are split by expert.
+BY_EXPERT = (False,) if NEEDS_FSDP else (False, True)
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -41,22 +47,34 @@ def load(folder: Path, **kwargs: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(folder, **kwargs)
 
 
-def load_part(
-    folder: Path, kind: Any = LlamaForCausalLM, by_expert: bool = False, config: Any = None, **options: Any
-) -> Any:
-    """What the second of two processes loads, the only one on its machine, of which the first isn't there."""
+def in_two(plan: Any = "auto", by_expert: bool = False) -> DistributedConfig:
+    """What two processes load a model by. Until transformers 5.18 a flag stands for the size of expert parallelism."""
+    has_size = hasattr(DistributedConfig, "ep_size")
+    experts: dict[str, Any] = {"ep_size": 2} if has_size else {"enable_expert_parallel": True}
+    return DistributedConfig(tp_size=2, tp_plan=plan, **(experts if by_expert else {}))
+
+
+@contextmanager
+def second_of_two() -> Iterator[None]:
+    """This is the second of two processes, the only one on its machine, of which the first isn't there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from transformers.distributed import DistributedConfig
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
             patch.setenv(name, value)
         distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
         try:
-            config = config or DistributedConfig(tp_plan="auto", enable_expert_parallel=by_expert)
-            return kind.from_pretrained(folder, distributed_config=config, **options)
+            yield
         finally:
             distributed.destroy_process_group()
+
+
+def load_part(
+    folder: Path, kind: Any = LlamaForCausalLM, by_expert: bool = False, config: Any = None, **options: Any
+) -> Any:
+    """What the ``second_of_two`` processes loads."""
+    with second_of_two():
+        return kind.from_pretrained(folder, distributed_config=config or in_two(by_expert=by_expert), **options)
 
 
 def load_int8(folder: Path, **kwargs: Any) -> LlamaForCausalLM:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import qgemm
-from integrations.folders import IDS, load_int8, load_part
+from integrations.folders import IDS, in_two, load_int8, second_of_two
 from qgemm import QuantLinear
 from qgemm.integrations.peft import LoraQuantLinear
 
@@ -231,15 +231,16 @@ def test_layers_that_are_split_are_refused_by_name(tmp_path: Path) -> None:
     config = FAMILIES["llama"]().model.config
     config.vocab_size = 96  # two halves
     qgemm.save_quantized(qgemm.quantize_model(AutoModelForCausalLM.from_config(config)), tmp_path)
-    model = load_part(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"model\.layers\.0\.self_attn\.q_proj is split among processes, and an adapter"
-    ):
-        get_peft_model(model, lora())
-    with pytest.raises(
-        ValueError, match=r"is split among processes, and an adapter isn't: put adapters on a model that"
-    ):
-        model.add_adapter(lora())
+    refused = (
+        r"model\.layers\.0\.self_attn\.q_proj is split among processes, and an adapter isn't: "
+        "put adapters on a model that"
+    )
+    with second_of_two():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=in_two())
+        with pytest.raises(ValueError, match=refused):
+            get_peft_model(model, lora())
+        with pytest.raises(ValueError, match=refused):
+            model.add_adapter(lora())
 
 
 @pytest.mark.parametrize(

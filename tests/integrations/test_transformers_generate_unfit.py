@@ -36,6 +36,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         "changes keys between the cache and attention",
     ),
     "DogeForCausalLM": (_SIZES, "DogeAttention makes a mask of its own"),
+    "FalconForCausalLM": ({**_SIZES, "alibi": True}, "FalconForCausalLM adds ALiBi to masks"),
     "MiMoV2FlashForCausalLM": (
         {
             **_SIZES,

@@ -19,6 +19,7 @@ from transformers import BertConfig, CLIPVisionConfig, CLIPVisionModel, EncoderD
 import qgemm
 from integrations.folders import assert_same, quantized_names, tensors
 from qgemm.checkpoint.refusal import REFUSAL
+from qgemm.integrations.transformers.parts import refuse_values
 from qgemm.integrations.transformers.renaming import Renaming, check_dtypes
 
 
@@ -345,3 +346,24 @@ def test_a_process_without_qgemm_is_refused(tmp_path: Path) -> None:
     qgemm.save_quantized(model, folders[1])
     model.vision_model.save_pretrained(folders[2])
     run_code(WITHOUT_QGEMM, *folders)
+
+
+WITHOUT_NAMES = """
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
+del PreTrainedModel._load_pretrained_model, PreTrainedModel.save_pretrained, PreTrainedConfig.get_config_dict
+del AutoHfQuantizer.merge_quantization_configs, AutoHfQuantizer.supports_quant_method
+import qgemm
+assert "qgemm" in AUTO_QUANTIZER_MAPPING
+"""
+
+
+@pytest.mark.slow
+def test_versions_without_what_is_wrapped() -> None:
+    run_code(WITHOUT_NAMES)
+
+
+def test_versions_that_load_with_other_arguments() -> None:
+    assert refuse_values(lambda model, config: (model, config))(1, config=2) == (1, 2)
+    assert refuse_values(lambda model, load_config: (model, load_config))(1, 2) == (1, 2)

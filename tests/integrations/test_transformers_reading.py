@@ -27,7 +27,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 import qgemm
-from integrations.folders import load_part
+from integrations.folders import BY_EXPERT, load_part
 from qgemm import QuantExperts
 from qgemm.checkpoint.safetensors_file import read_headers
 from qgemm.nn import QuantLayer
@@ -88,8 +88,8 @@ def mixture() -> Qwen3MoeForCausalLM:
 
 @pytest.mark.parametrize(
     ("build", "scheme", "experts"),
-    [(llama, "int8", False), (llama, "int4", False), (mixture, "int8", False), (mixture, "int8", True)],
-    ids=["int8", "int4", "columns of experts", "experts"],
+    [(llama, "int8", False), (llama, "int4", False), *((mixture, "int8", by_expert) for by_expert in BY_EXPERT)],
+    ids=["int8", "int4", "columns of experts", "experts"][: 2 + len(BY_EXPERT)],
 )
 def test_a_process_reads_its_part_of_the_files_alone(
     build: Callable[[], Any], scheme: str, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +202,7 @@ def test_layers_whose_outputs_are_gathered(scheme: str, tmp_path: Path) -> None:
     assert_parts(load_part(tmp_path, Phi3ForCausalLM), whole, is_open=False)
 
 
-@pytest.mark.parametrize("by_expert", [False, True], ids=["columns", "experts"])
+@pytest.mark.parametrize("by_expert", BY_EXPERT)
 @pytest.mark.parametrize("scheme", first(EXPERTS, EVERY_EXPERTS))
 def test_the_parts_of_experts(scheme: str, by_expert: bool, tmp_path: Path) -> None:
     width = 512 if scheme in ("int4", "nvfp4") else 768  # whole blocks of packed codes in halves, or none

@@ -33,12 +33,12 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from transformers.distributed import DistributedConfig
 
 import qgemm
-from integrations.folders import assert_same, load_part
+from integrations.folders import BY_EXPERT, assert_same, in_two, load_part
 from qgemm import QuantExperts
-from qgemm.integrations.transformers.tensor_parallel import WHOLE, plan_layers
+from qgemm.integrations.transformers import tensor_parallel
+from qgemm.integrations.transformers.tensor_parallel import WHOLE, is_cut, plan_layers
 from qgemm.nn import LinearLayer, QuantLayer
 
 # As many of each as make halves of whole groups; those of intermediate_size aren't whole blocks of packed codes.
@@ -112,8 +112,7 @@ def quantized(scheme: str, experts: bool = False) -> Example:
 def parallel(
     folder: Path, kind: Any = LlamaForCausalLM, by_expert: bool = False, plan: Any = "auto", **options: Any
 ) -> Any:
-    config = DistributedConfig(tp_plan=plan, enable_expert_parallel=by_expert)
-    return kind.from_pretrained(folder, distributed_config=config, **options)
+    return kind.from_pretrained(folder, distributed_config=in_two(plan, by_expert), **options)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -228,7 +227,7 @@ def look_at_layers(scheme: str, most: float, folder: Path) -> None:
 
 def look_at_experts(rank: int, scheme: str, most: float, folder: Path) -> None:
     whole = quantized(scheme, experts=True)
-    for by_expert in (False, True):
+    for by_expert in BY_EXPERT:
         model = parallel(folder / f"experts-{scheme}", Qwen3MoeForCausalLM, by_expert)
         experts = model.model.layers[0].mlp.experts
         assert list(experts.gate_up_proj.shape[:2]) == ([2, 1024] if by_expert else [4, 512])
@@ -269,7 +268,7 @@ COLUMNS = {f"model.layers.*.mlp.experts{leaf}": style for leaf, style in (
 
 def look_at_experts_with_biases(folder: Path) -> None:
     whole = gpt_oss()
-    for by_expert in (False, True):
+    for by_expert in BY_EXPERT:
         model = parallel(folder / "gpt-oss", GptOssForCausalLM, by_expert, "auto" if by_expert else dict(COLUMNS))
         shard = model.model.layers[0].mlp.experts.shard
         assert (shard.style, shard.size) == ("expert" if by_expert else "column", 2)
@@ -348,18 +347,18 @@ def test_two_processes(tmp_path: Path) -> None:
         assert_same(qgemm.load_quantized(tmp_path / f"{scheme}-again"), quantized(scheme).model)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "int8-again"), quantized("int8").model)
     for scheme in EXPERTS:
-        for by_expert in (False, True):
+        for by_expert in BY_EXPERT:
             saved = qgemm.load_quantized(tmp_path / f"experts-{scheme}-{by_expert}-again")
             assert_same(saved, quantized(scheme, experts=True).model)
     assert_same(qgemm.load_quantized(tmp_path / "phi3-again"), gathering_model().model)
-    for by_expert in (False, True):
+    for by_expert in BY_EXPERT:
         assert_same(qgemm.load_quantized(tmp_path / f"gpt-oss-{by_expert}-again"), gpt_oss().model)
 
 
-def planned(model: Any, plan: dict[str, str], by_expert: bool = False, size: int = 2, **options: Any) -> dict[str, str]:
-    config = SimpleNamespace(tp_plan=plan, tp_size=size, enable_expert_parallel=by_expert, **options)
+def planned(model: Any, plan: dict[str, str], size: int = 2, **options: Any) -> dict[str, str]:
+    config = SimpleNamespace(tp_plan=plan, tp_size=size, **options)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
-    like = SimpleNamespace(config=SimpleNamespace(distributed_config=config), tp_plan={},
+    like = SimpleNamespace(config=SimpleNamespace(distributed_config=config), tp_plan={}, ep_plan={},
                            named_modules=model.named_modules, get_submodule=model.get_submodule)  # fmt: skip
     plan_layers(like, layers)  # type: ignore[arg-type]
     return plan
@@ -421,7 +420,7 @@ def test_experts_in_float_beside_quantized_ones() -> None:
     model = qgemm.quantize_model(Qwen3MoeForCausalLM(config), skip="model.layers.1.mlp.experts")
     plan = {f"model.{name}": style for name, style in config.base_model_ep_plan.items()}
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts, whose experts are in float"):
-        planned(model, plan, by_expert=True)
+        planned(model, plan)
     assert isinstance(model.model.layers[0].mlp.experts, QuantExperts)
     assert isinstance(model.model.layers[0].self_attn.q_proj, LinearLayer)
 
@@ -429,7 +428,29 @@ def test_experts_in_float_beside_quantized_ones() -> None:
 def test_experts_among_other_processes_than_tensors() -> None:
     model = quantized("int8", experts=True).model
     with pytest.raises(ValueError, match=r"has ep_size 4 and tp_size 2; quantized experts .* make them equal"):
-        planned(model, {}, by_expert=True, ep_size=4)
+        planned(model, {}, ep_size=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"tp_size": None, "enable_expert_parallel": False}, False),  # transformers 5.17
+        ({"tp_size": None, "enable_expert_parallel": True}, True),
+        ({"tp_size": 1, "ep_size": 1}, False),  # one without the flag
+        ({"tp_size": 2, "ep_size": 1}, True),
+        ({"tp_size": 1, "ep_size": 2}, True),
+    ],
+)
+def test_what_is_cut(sizes: dict[str, Any], wanted: bool) -> None:
+    model: Any = SimpleNamespace(config=SimpleNamespace(distributed_config=SimpleNamespace(**sizes)))
+    assert is_cut(model) == wanted
+
+
+def test_experts_that_are_put_into_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "NEEDS_FSDP", True)
+    model = quantized("int8", experts=True).model
+    with pytest.raises(ValueError, match=r"5\.19 puts a model .* into FSDP, .*: use transformers 5\.20 or later, or"):
+        planned(model, {}, ep_size=2, ep_plan={"model.layers.*.mlp.experts": "ep_dispatch_experts"})
 
 
 def test_a_part_is_no_float_model(tmp_path: Path) -> None:

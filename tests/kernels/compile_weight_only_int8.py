@@ -37,11 +37,11 @@ def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
         (4096, 4096, 4096, False, True),
     ):
         config = select_config(M, N, 4096, size % 4096, limits)
-        kind = f"w4a8 hopper {config.rows}x{config.cols} {M} {size}"
+        kind = f"w4a8 hopper {config.rows}x{config.cols} {M} {size} of {config.shared_memory()}"
         yield Case(kind, lambda m=M, n=N, s=size, z=asymmetric: layer(m, n, 4096, s, z), only=PRODUCTS, rare=rare)
     for M, size, rare in ((128, 128, True), (1024, 128, False), (4096, 128, True), (4096, 32, False)):
         config = select_config(M, 28_672, 4096, size, limits, has_steps=True)
-        kind = f"w4a8 hopper steps {config.rows}x{config.cols} {M} {size}"
+        kind = f"w4a8 hopper steps {config.rows}x{config.cols} {M} {size} of {config.shared_memory()}"
         yield Case(kind, lambda m=M, s=size: layer(m, 28_672, 4096, s, False, steps=True), only=PRODUCTS, rare=rare)
     yield Case("w4a8 hopper layer", lambda: layer(16, 4096, 28_672, 128, False), only=LAYERS)
     for M, size, asymmetric, steps, rare in (

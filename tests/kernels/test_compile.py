@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from qgemm.kernels.weight_only.int8_config import RESERVED_BYTES
 from tests.kernels.devices import A100, B200, H200, MI300X, MI355X
 
 pytestmark = pytest.mark.compile
@@ -233,3 +234,11 @@ def test_candidates_fit_in_shared_memory(target: str, results: list[Result]) -> 
     limit = DEVICES[target].shared_memory
     for r in of(results, target, "scaled", "hopper", "linear", "grouped", "attention"):
         assert 0 < r["shared"] <= limit, r["case"]
+
+
+def test_int4_by_int8_takes_the_shared_memory_that_its_config_counts(results: list[Result]) -> None:
+    found = [r for r in of(results, "sm_90", "w4a8 hopper") if " of " in r["case"]]
+    assert {r["kernel"] for r in found} == {"_int4_int8_few_kernel", "_int4_int8_many_kernel"}
+    for r in found:
+        counted = int(r["case"].rpartition(" of ")[2])
+        assert counted - RESERVED_BYTES < r["shared"] <= counted, r["case"]

@@ -18,6 +18,10 @@ name that they have for it (``ARGUMENT`` in ``cache.py``).
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.quantizers.auto import (
@@ -48,14 +52,23 @@ register_quantizer(QUANT_METHOD)(QGemmQuantizer)
 AttentionInterface.register(ATTENTION, attention)
 AttentionInterface.register(batching.PAGED_ATTENTION, batching.attention)
 AttentionMaskInterface.register(ATTENTION, mask)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts ``wrapper`` around a function of ``owner``, if this version of transformers has it."""
+    found = inspect.getattr_static(owner, name, None)
+    if isinstance(found, classmethod | staticmethod):
+        setattr(owner, name, type(found)(wrapper(found.__func__)))
+    elif found is not None:
+        setattr(owner, name, wrapper(found))
+
+
 # The one place where transformers compares a given config with the checkpoint's, and raises if their classes differ.
-merge = AutoHfQuantizer.merge_quantization_configs
-AutoHfQuantizer.merge_quantization_configs = classmethod(prefer_qgemm(merge))  # type: ignore
-supports = AutoHfQuantizer.supports_quant_method
-AutoHfQuantizer.supports_quant_method = staticmethod(admit_nameless(supports))  # type: ignore
+_wrap(AutoHfQuantizer, "merge_quantization_configs", prefer_qgemm)
+_wrap(AutoHfQuantizer, "supports_quant_method", admit_nameless)
 # What asks no quantizer about a part of a model.
-PreTrainedConfig.get_config_dict = classmethod(tell_parts(PreTrainedConfig.get_config_dict.__func__))  # type: ignore
-PreTrainedModel.save_pretrained = save_parts(PreTrainedModel.save_pretrained)  # type: ignore
-PreTrainedModel._load_pretrained_model = staticmethod(refuse_values(PreTrainedModel._load_pretrained_model))  # type: ignore
+_wrap(PreTrainedConfig, "get_config_dict", tell_parts)
+_wrap(PreTrainedModel, "save_pretrained", save_parts)
+_wrap(PreTrainedModel, "_load_pretrained_model", refuse_values)
 # By which models cast inputs, masks and caches; the first float parameter may hold scales, or float8 values.
 PreTrainedModel.dtype = property(model_dtype)  # type: ignore

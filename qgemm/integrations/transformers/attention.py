@@ -83,7 +83,9 @@ def mask(
     ordinary = not use_vmap and (allow_is_causal_skip or q_length == 1)
     if isinstance(q_offset, Seen):
         knows = ordinary and q_offset.tokens.look_at(attention_mask, q_length)
-        q_offset.tokens.told_of_mask = not knows
+        # What wants the plain mask where attention needs none makes another of it.
+        asked = ordinary or use_vmap or mask_function is not causal_mask_function
+        q_offset.tokens.told_of_mask = asked and not knows
         if knows:
             return None
         allow_is_causal_skip, q_offset = False, q_offset.tokens.seen()

@@ -58,7 +58,7 @@ def prefer_qgemm(merge: Callable[..., Any]) -> Callable[..., Any]:
                 return quantization_config_from_args.for_quantized()
             own = QGemmConfig.from_dict(stored) if isinstance(stored, dict) else stored
             return quantization_config_from_args.for_own(own)
-        return merge(quantization_config, quantization_config_from_args)
+        return merge(cls, quantization_config, quantization_config_from_args)
 
     return merge_configs
 

@@ -83,11 +83,14 @@ def refuse_values(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_checked(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        if given["load_config"].hf_quantizer is None:
+        model: Any = given.get("model")
+        config: Any = given.get("load_config")
+        # Arguments may have other names in versions to come, which must not keep them from loading models.
+        if model is not None and hasattr(config, "hf_quantizer") and config.hf_quantizer is None:
             if (state := given.get("state_dict")) is not None:
-                check_dtypes(given["model"], {name: tensor.dtype for name, tensor in state.items()})
+                check_dtypes(model, {name: tensor.dtype for name, tensor in state.items()})
             else:
-                check_files(given["model"], map(Path, given.get("checkpoint_files") or ()))
+                check_files(model, map(Path, given.get("checkpoint_files") or ()))
         return load(*args, **kwargs)
 
     return load_checked

@@ -75,11 +75,11 @@ class QGemmQuantizer(HfQuantizer):
 
     update_attn_implementation = update_tp_plan  # where 5.18 and later show it
 
-    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
         """What transformers is to make of names: they are those of the class that was saved, not of original files."""
         if isinstance(self._reading, QuantizedLoad) and self._reading.renaming is not None:
             return self._reading.renaming.conversions()
-        conversions: list[Any] = super().update_weight_conversions(weight_conversions)
+        conversions: list[Any] = super().update_weight_conversions(weight_conversions, *args)
         return conversions
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:

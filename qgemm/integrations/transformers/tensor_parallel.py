@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as OneSplit
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
@@ -56,12 +56,21 @@ _SUMS_GRADIENTS = "replicated_with_grad_allreduce"
 # These leave parameters as they are.
 _UNCUT = (WHOLE, _SUMS_GRADIENTS, "all_reduce", "mla_kv_a_proj", "sequence_parallel")
 _WAITS = "_qgemm_waits"
+NEEDS_FSDP = __version__.startswith("5.19.")
+"""Whether transformers splits models by expert with FSDP alone, which takes no quantized layers."""
 
 
 def is_cut(model: PreTrainedModel) -> bool:
     """Whether ``from_pretrained`` was asked to cut ``model`` among processes, tensors or experts."""
     config = getattr(model.config, "distributed_config", None)
-    return config is not None and ((config.tp_size or 1) > 1 or bool(config.enable_expert_parallel))
+    if config is None:
+        return False
+    # Until 5.18 there is a flag for experts, and from 5.19 on a size.
+    return max(config.tp_size or 1, _expert_size(config)) > 1 or getattr(config, "enable_expert_parallel", False)
+
+
+def _expert_size(config: Any) -> int:
+    return getattr(config, "ep_size", None) or 1
 
 
 class _Plan(dict[str, str]):
@@ -223,10 +232,10 @@ def plan_layers(model: PreTrainedModel, layers: Mapping[str, QuantLayer], waitin
 def _expert_plans(model: PreTrainedModel) -> list[dict[str, str]]:
     """The plans of experts beside the plans of tensors, which transformers has from 5.19 on.
 
-    Raises ``ValueError`` if processes are to have tokens of their own.
+    Raises ``ValueError`` if processes are to have tokens of their own, and in 5.19 for whole experts.
     """
     config: Any = model.config.distributed_config
-    size = getattr(config, "ep_size", None) or 1
+    size = _expert_size(config)
     if size == 1:
         return []
     if size != config.tp_size:
@@ -234,10 +243,16 @@ def _expert_plans(model: PreTrainedModel) -> list[dict[str, str]]:
             f"distributed_config has ep_size {size} and tp_size {config.tp_size}; quantized experts are split among "
             "processes that have the same tokens: make them equal"
         )
+    of_model: dict[str, str] = model.ep_plan  # type: ignore[assignment]
+    plans = [plan for plan in (of_model, config.ep_plan) if plan]
+    if NEEDS_FSDP and any(_DISPATCH in plan.values() for plan in plans):
+        raise ValueError(
+            "transformers 5.19 puts a model that is split by expert into FSDP, which takes no quantized layers: use "
+            "transformers 5.20 or later, or split experts by columns, without ep_size"
+        )
     if not isinstance(known := ALL_PARALLEL_STYLES[_DISPATCH], _Dispatched):
         ALL_PARALLEL_STYLES.register(_DISPATCH, _Dispatched(known))  # type: ignore[arg-type]
-    of_model: dict[str, str] = model.ep_plan  # type: ignore[assignment]
-    return [plan for plan in (of_model, config.ep_plan) if plan]
+    return plans
 
 
 def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size: int, model: PreTrainedModel) -> None:

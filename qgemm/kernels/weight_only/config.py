@@ -262,10 +262,9 @@ TILES = {
         Tiles(256, 5, 3, in_turn=1, panels=1),
     ),
 }
-"""By the weight's bits. Slots fill shared memory. Of int4 by up to 64 rows of x, a slot has all panels of a block: fewer
-barriers. With 128 rows of x and more registers hold no sums of groups besides,
-and with more no unpacked block. In a single row of tiles of 128 a second slot for what is stored is faster, in several
-rows one more for x."""
+"""By the weight's bits. Slots fill shared memory. With int4 and up to 64 rows of x, a slot has all panels of a block:
+fewer barriers. With 128 rows of x, registers hold no sums of groups besides, and with more no unpacked block either. In
+a single row of tiles of 128 a second slot for what is stored is faster, in several rows one more for x."""
 
 
 def fits_ring(M: int, K: int, form: Stored) -> bool:

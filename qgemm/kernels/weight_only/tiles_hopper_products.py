@@ -250,7 +250,7 @@ def _start(
     values, packed, factors, accs, rings, x_step, COUNT: gl.constexpr, SCALED: gl.constexpr,
     FORM: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Starts the products of a block's ``COUNT`` panels with the next ones of x, of which the first slot was waited for.
+    """Starts the products of a block's ``COUNT`` panels with the next ones of x, whose first slot was waited for.
 
     ``values``: the panels. Codes that are scaled are unpacked here: each panel while products of those before it run.
     Sums: with "sums" ``SCALED`` those of every two panels, which are half a block, else ``accs`` plus all.

@@ -66,6 +66,8 @@ def check_model(model: PreTrainedModel) -> None:
         raise NotCovered("the model keeps a state besides keys and values")
     if not (model._supports_attention_backend or model._can_compile_fullgraph):
         raise NotCovered(f"{type(model).__name__} has an attention of its own")
+    if getattr(model.config, "alibi", False):  # which is as long as the tokens, and masks as a static cache
+        raise NotCovered(f"{type(model).__name__} adds ALiBi to masks")
     if "prepare_inputs_for_generation" in vars(model):  # PEFT's, with a prefix
         raise NotCovered("the model's inputs are prepared by something else than its class")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
