@@ -9,9 +9,9 @@ A norm's layers are all those that are called with the very values that it retur
 experts. Linear layers ahead are known by name (``up_proj`` and ``down_proj``). What was found this way is verified:
 with scales of 1, 2 and 4, which round nothing, all that the block returns must stay the same. So a norm whose output is
 also a residual (BERT), an activation that scales don't pass (GELU), or a consumer that wasn't seen is refused, by name.
-One batch doesn't show all. What a linear layer ahead makes is also verified much larger than it is: there may be a limit
-of values that few tokens reach (``clip_qkv``). And where a layer that the batch doesn't reach has as many columns (of
-another modality, or an adapter that isn't active), nothing is folded.
+One batch doesn't show all. What a linear layer ahead makes is also verified much larger than it is, as there may be a
+limit of values that few tokens reach (``clip_qkv``). And where a layer that the batch doesn't reach has as many columns
+(of another modality, or an adapter that isn't active), nothing is folded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checkpoints of AutoRound in its own format: 4- or 8-bit weights, whose scales may be negative.
 
 Tensors are GPTQ's, without a ``g_idx``, or AWQ's, as ``packing_format`` says; before there was one, ``backend`` did.
-GPTQ's are of version 1 where it says gptq, else (``auto_round``, ``auto_round:exllamav2``) with zero points as they are.
-``packed_layers.py`` has both layouts. What it exports as ``gptq``, ``awq`` or ``compressed-tensors`` is of those formats.
+GPTQ's are of version 1 where it says gptq; else (``auto_round:exllamav2``) zero points are stored as they are.
+``packed_layers.py`` has both layouts. What it exports as ``gptq``, ``awq`` or ``compressed-tensors`` is of that format.
 """
 
 from __future__ import annotations
