@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -264,6 +265,25 @@ def test_a_limit_that_the_batch_does_not_reach_refuses_the_fold(limit: float, si
     else:
         assert not folds
         assert refused["down_proj"] == "scales in 'up_proj' don't verifiably keep what the block computes"
+
+
+@pytest.mark.parametrize("size", [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 1.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_so_small_that_an_activation_is_linear(dtype: torch.dtype, size: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(fc1=nn.Linear(32, 64), act=nn.GELU(), fc2=nn.Linear(64, 32))).to(dtype)
+    with torch.no_grad():
+        for parameter in model.fc1.parameters():
+            parameter.mul_(size)
+    assert not find_folds(block_of(model, {"input": torch.randn(64, 32, dtype=dtype)}))[0]
+
+
+def test_a_token_of_large_values_does_not_hide_the_others() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(fc1=nn.Linear(32, 64), act=nn.GELU(), fc2=nn.Linear(64, 32)))
+    x = torch.randn(8, 32)
+    x[0] *= 3000  # beside which GELU is ReLU
+    assert not find_folds(block_of(model, {"input": x}))[0]
 
 
 def test_values_of_an_attention_that_limits_them_take_no_scales() -> None:
