@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -411,6 +411,8 @@ def _shape(leaf: Any) -> Any:
 
 def _digest(leaf: Any) -> Any:
     """What is equal for equal values, bit for bit; None for what can't be compared."""
+    if isinstance(leaf, Mapping):  # of a kind that isn't flattened, such as a UserDict
+        return [(key, _digests(_flattened(value)[0])) for key, value in leaf.items()]
     if not isinstance(leaf, Tensor):
         return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str | None) else None
     if leaf.is_nested or leaf.layout != torch.strided:

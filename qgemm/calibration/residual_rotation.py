@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qgemm.calibration.folding import as_they_were, input_weights, known_experts, norm_consumers
-from qgemm.calibration.hooks import hooked
+from qgemm.calibration.folding import as_they_were, idle_modules, input_weights, known_experts, norm_consumers
 from qgemm.calibration.method import Block, Call, LayerWork, Method, first_tensor
 from qgemm.numerics.hadamard import hadamard
 
@@ -74,7 +73,7 @@ def rotate_residual(model: Any, seed: int = 0) -> str:
     call = Call((), {"input_ids": ids.to(embedding.weight.device), "use_cache": False})
     block = Block("", model, model, {}, [call])
     try:
-        idle = _idle_modules(block)
+        idle = idle_modules(block)
     except Exception as error:  # somebody's code, which may want anything
         return f"it doesn't run on tokens alone ({type(error).__name__})"
     if idle:
@@ -109,15 +108,6 @@ def rotate_residual(model: Any, seed: int = 0) -> str:
             keep()
             return ""
     return f"its logits would change by {change:.2g} of their size: not all that reads or writes is known"
-
-
-def _idle_modules(block: Block) -> list[str]:
-    """The modules with parameters of their own that aren't called as the block runs."""
-    modules = {name: module for name, module in block.module.named_modules() if module._parameters}
-    called: set[str] = set()
-    with hooked(modules, lambda name, *_: called.add(name)):
-        block.outputs()
-    return [name for name in modules if name not in called]
 
 
 def _rotate(x: Tensor, signs: Tensor, gain: Tensor | None = None) -> None:

@@ -183,7 +183,10 @@ class _Trial:
 
 
 class _Blocks:
-    """What each block of a model's chains returns on a batch, so that it needn't run again ahead of a layer."""
+    """What each block of a model's chains returns on a batch, so that it needn't run again ahead of a layer.
+
+    One that is given a dictionary, into which it may put something for later ones, does run again.
+    """
 
     def __init__(self, model: nn.Module, call: Call, layers: list[Layer]) -> None:
         modules = [model.get_submodule(layer.name) for layer in layers]
@@ -198,11 +201,16 @@ class _Blocks:
         self._starts, self._ends = {}, {}
         events = itertools.count()
 
-        def start(name: str, *_: Any) -> None:
+        fillers = set()
+
+        def start(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._starts[name] = next(events)
+            if any(isinstance(each, Mapping) for each in (*args, *kwargs.values())):
+                fillers.add(name)
 
         def end(name: str, output: Any) -> None:
-            self._ends[name] = next(events), _copied(output)
+            if name not in fillers:
+                self._ends[name] = next(events), _copied(output)
 
         with hooked(self._modules, start, end):
             yield

@@ -1,7 +1,8 @@
 """Checkpoints of AutoRound in its own format: 4- or 8-bit weights, whose scales may be negative.
 
-Tensors are GPTQ's of version 1, without a ``g_idx``, or AWQ's, as ``packing_format`` says. ``packed_layers.py`` has
-both layouts. What it exports as ``gptq``, ``awq`` or ``compressed-tensors`` is of those formats.
+Tensors are GPTQ's, without a ``g_idx``, or AWQ's, as ``packing_format`` says; before there was one, ``backend`` did.
+GPTQ's are of version 1 where it says gptq; else (``auto_round:exllamav2``) zero points are stored as they are.
+``packed_layers.py`` has both layouts. What it exports as ``gptq``, ``awq`` or ``compressed-tensors`` is of that format.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 
 QUANT_METHOD = "auto-round"
 OLD_METHOD = "intel/auto-round"
+_GPTQ = "auto_round:auto_gptq"
+# The layout, and whether GPTQ's zero points are stored less 1.
+_PACKINGS = {
+    **dict.fromkeys(("gptq", "auto_gptq", "auto"), ("gptq", True)),
+    **dict.fromkeys(("awq", "auto_awq"), ("awq", True)),
+    **dict.fromkeys(("auto_round", "exllamav2", "triton", "tritonv2"), ("gptq", False)),
+}
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
@@ -30,22 +38,31 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     for layer, own in exceptions.items() if isinstance(exceptions, dict) else ():
         if isinstance(own, dict):
             _check(own, f"{config_path}: extra_config of {layer!r}")
-    packing = quantization.get("packing_format", "auto_round:auto_gptq")
-    layout = {"gptq": "gptq", "auto_gptq": "gptq", "awq": "awq", "auto_awq": "awq"}.get(str(packing).split(":")[-1])
-    if layout is None:
+    packing = _packing_of(quantization)
+    layout, is_version_1 = _PACKINGS.get(str(packing).removeprefix("auto_round:"), ("", False))
+    if not layout:
         raise unsupported(
-            f"{config_path}: packing_format is {packing!r}; qgemm reads 'auto_round:auto_gptq' and "
+            f"{config_path}: packing_format is {packing!r}; qgemm reads 'auto_round', 'auto_round:auto_gptq' and "
             "'auto_round:auto_awq'"
         )
     bits = number(quantization, ("bits",), config_path)
     size = number(quantization, ("group_size",), config_path, default=-1)
     found = layout_in(stored)
-    said = Said("AutoRound", bits, size, quantization.get("sym", True) is True, (found,), is_version_1=True)
+    said = Said("AutoRound", bits, size, quantization.get("sym", True) is True, (found,), is_version_1)
     contents = read_packed(said, stored, config_path)
     leave_to_cache(contents, asks_for_cache(quantization))
     if found != layout:
         contents.note(f"packing_format is {packing!r}, but the tensors are laid out as {found.upper()}'s, and read so")
     return contents
+
+
+def _packing_of(quantization: dict[str, Any]) -> Any:
+    """The ``packing_format``; without one, the ``backend`` of old files, if that says how they are packed."""
+    if (packing := quantization.get("packing_format")) is not None:
+        return packing
+    backend = str(quantization.get("backend"))
+    is_its_own = backend.startswith("auto_round:") and "gptq" not in backend and "awq" not in backend
+    return backend if is_its_own else _GPTQ
 
 
 def _check(values: dict[str, Any], where: str) -> None:

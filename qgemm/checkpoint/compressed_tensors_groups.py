@@ -128,7 +128,8 @@ def parse_group(name: str, group: dict[str, Any], whole_format: object) -> Group
         raise Unsupported(f"has {weights.format} weights that qgemm has no scheme for ({error})") from None
     targets = group.get("targets")
     named = tuple(each for each in targets if isinstance(each, str)) if isinstance(targets, list) else ()
-    orders_columns = group["weights"].get("actorder") in ("group", True)  # True: in its first versions
+    # Dynamic is another word for group; true is that of the first versions.
+    orders_columns = str(group["weights"].get("actorder")).lower() in ("group", "dynamic", "true")
     return Group(name, weights, inputs, str(stored_as), named, scheme, note, orders_columns)
 
 

@@ -15,6 +15,7 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.packed_layers import Said, read_packed
 from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import split_name
 
 QUANT_METHOD = "gptq"
 CONFIG_FILE = "quantize_config.json"
@@ -26,7 +27,8 @@ VERSIONS = ("gptq", "gptq_v2")
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
 
-    Raises ``CheckpointError``, naming the layer, for other bits than 4 and 8, and for layouts of single kernels.
+    Raises ``CheckpointError``, naming the layer, for other bits than 4 and 8, for layouts of single kernels, and for a
+    layer without the ``g_idx`` that ``desc_act`` promises.
     """
     version = quantization.get("checkpoint_format") or quantization.get("format") or VERSIONS[0]
     if version not in VERSIONS or quantization.get("is_marlin_format") is True:
@@ -41,9 +43,22 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     size = number(quantization, ("group_size",), config_path, default=-1)
     symmetric = quantization.get("sym", True) is True
     said = Said("GPTQ", bits, size, symmetric, ("gptq",), is_version_1=version == VERSIONS[0])
+    if quantization.get("desc_act") is True:
+        _check_has_order(stored)
     contents = read_packed(said, stored, config_path)
     leave_to_cache(contents, asks_for_cache(quantization))
     return contents
+
+
+def _check_has_order(stored: dict[str, StoredTensor]) -> None:
+    """Raises ``CheckpointError`` for a layer with groups of columns that doesn't say which they are."""
+    for name, scales in stored.items():
+        layer, leaf = split_name(name)
+        if leaf == "scales" and scales.shape[:1] > (1,) and f"{layer}.g_idx" not in stored:
+            raise CheckpointError(
+                f"{scales.path}: desc_act is true, but layer {layer} has no g_idx, the group of each column; the files "
+                "are damaged: get them again"
+            )
 
 
 def read_without_config(stored: dict[str, StoredTensor], config_path: Path) -> Contents:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,6 +149,16 @@ class Caching(Block):
         return super().forward(x, sum(cache.seen[-1:]) + 0.1 * len(cache.seen))
 
 
+class Sharing(Block):
+    """Hands values on in a dictionary, for later blocks to take instead of their own."""
+
+    def forward(self, x: Tensor, shared: Any = None, takes: bool = False) -> Any:  # type: ignore[override]
+        own = self.norm(x)
+        if not takes:
+            shared["values"] = own, own + 1
+        return x + self.linear(shared["values"][0] if takes else own)
+
+
 class Model(nn.Module):
     """Blocks as ``run`` calls them; an input layer ahead that no chain holds."""
 
@@ -219,6 +231,13 @@ def caches(model: Model, x: Tensor) -> Tensor:
     return x
 
 
+def shares(model: Model, x: Tensor, kind: Callable[[], Any] = UserDict) -> Tensor:
+    shared = kind()
+    for place, block in enumerate(model.blocks):
+        x = block(x, shared=shared, takes=place > 1)
+    return x
+
+
 def twice(model: Model, x: Tensor) -> Tensor:
     return plain(model, plain(model, x))
 
@@ -240,6 +259,9 @@ CASES: dict[str, tuple[Callable[[Model, Tensor], Tensor], type[Block], list[list
     "a constant that isn't, of blocks that must run": (gain_of_hidden, Longer, [[0, 1], [2, 3]]),
     # What a cache holds can't be seen, but what blocks make of it.
     "caches": (caches, Caching, [[0], [1], [2], [3]]),
+    # The first two blocks put something in, the others nothing.
+    "a dictionary": (partial(shares, kind=dict), Sharing, [[0], [1], [2, 3]]),
+    "a dictionary of another kind": (shares, Sharing, [[0], [1], [2, 3]]),
     "twice": (twice, Block, []),
     "side by side": (side_by_side, Block, []),
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, Example
+from families.example import DEPTH, VOCABULARY, language_model
 from families.mixtures import MIXTURES
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +19,8 @@ from qgemm.calibration.method import Block, Call, LayerWork
 from qgemm.nn import QuantLinear
 from qgemm.nn.linear_layer import linear_weight
 from qgemm.scheme import SCHEMES
+
+SMALL = {**DEPTH, "vocab_size": VOCABULARY, "intermediate_size": 96, "num_key_value_heads": 2, "pad_token_id": None}
 
 
 def build(family: str) -> tuple[Example, Block]:
@@ -233,6 +237,84 @@ def test_a_consumer_out_of_sight_refuses_the_fold() -> None:
     folds, refused = find_folds(block_of(Hidden(False), x))
     assert not folds
     assert refused["first"] == "scales in 'norm' don't verifiably keep what the block computes"
+
+
+class Limited(nn.Module):
+    """An MLP that limits its ups, to more than a few tokens show."""
+
+    def __init__(self, limit: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(32, 64, dtype=dtype), nn.Linear(64, 32, dtype=dtype)
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down_proj(self.up_proj(x).clamp(-self.limit, self.limit))
+        return out
+
+
+# With values of up to 3, and up to 60,000 that are near the largest one of float16.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("limit", "size"), [(16.0, 1.0), (torch.inf, 1.0), (torch.inf, 2e4)])
+def test_a_limit_that_the_batch_does_not_reach_refuses_the_fold(limit: float, size: float, dtype: torch.dtype) -> None:
+    model, x = Limited(limit, dtype), torch.randn(4, 32, dtype=dtype)
+    with torch.no_grad():
+        model.up_proj.weight.mul_(size)
+    folds, refused = find_folds(block_of(model, {"x": x}))
+    if limit == torch.inf:
+        assert [ends(fold) for fold in folds] == [("up_proj", {"down_proj"})]
+    else:
+        assert not folds
+        assert refused["down_proj"] == "scales in 'up_proj' don't verifiably keep what the block computes"
+
+
+@pytest.mark.parametrize("size", [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 1.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_so_small_that_an_activation_is_linear(dtype: torch.dtype, size: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(fc1=nn.Linear(32, 64), act=nn.GELU(), fc2=nn.Linear(64, 32))).to(dtype)
+    with torch.no_grad():
+        for parameter in model.fc1.parameters():
+            parameter.mul_(size)
+    assert not find_folds(block_of(model, {"input": torch.randn(64, 32, dtype=dtype)}))[0]
+
+
+def test_a_token_of_large_values_does_not_hide_the_others() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(fc1=nn.Linear(32, 64), act=nn.GELU(), fc2=nn.Linear(64, 32)))
+    x = torch.randn(8, 32)
+    x[0] *= 3000  # beside which GELU is ReLU
+    assert not find_folds(block_of(model, {"input": x}))[0]
+
+
+def test_values_of_an_attention_that_limits_them_take_no_scales() -> None:
+    example = language_model("OlmoForCausalLM", **SMALL, clip_qkv=8.0)()
+    folds, refused = find_folds(block_of(example.model, example.inputs))
+    assert {ends(fold)[0] for fold in folds} == {"up_proj"}
+    assert "don't verifiably keep" in refused["model.layers.0.self_attn.o_proj"]
+
+
+class Sides(nn.Module):
+    """A layer of its own for some tokens, of which a batch may have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.text, self.vision = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, is_image: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + (torch.where(is_image, self.vision(h), self.text(h)) if is_image.any() else self.text(h))
+
+
+def test_a_layer_that_the_batch_does_not_reach_refuses_the_fold() -> None:
+    text, both = torch.zeros(4, 1, dtype=torch.bool), torch.tensor([[False], [True], [True], [False]])
+    x, model = torch.randn(4, 32), Sides()
+    assert [ends(fold) for fold in find_folds(block_of(model, {"x": x, "is_image": both}))[0]] == [
+        ("norm", {"text", "vision"})
+    ]
+    folds, refused = find_folds(block_of(model, {"x": x, "is_image": text}, {"x": x, "is_image": both}))
+    assert not folds
+    assert refused["text"] == "'vision' may take what 'norm' returns, and the first batch doesn't reach it"
 
 
 class Values(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, UserDict
 from typing import Any
 
 import accelerate
@@ -269,6 +269,39 @@ def test_what_blocks_return_may_be_changed() -> None:
         lost = sum((p - q).double().square().sum() for p, q in outputs)
         whole = sum(p.double().square().sum() for p, _ in outputs)
         assert record.damage == pytest.approx(float((lost / whole).sqrt()), rel=1e-4)
+
+
+class Sharing(nn.Module):
+    """Blocks of which the later ones take what the first one has put into a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Taking() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = UserDict[str, Tensor]()
+        for block in self.blocks:
+            x = block(x, shared=shared)
+        return x
+
+
+class Taking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, shared: Any) -> Tensor:
+        out: Tensor = x + self.linear(shared.setdefault("first", x.tanh()))
+        return out
+
+
+def test_what_blocks_put_into_a_dictionary_is_there() -> None:
+    model, x = Sharing().eval(), torch.randn(4, 32)
+    for record in sensitivity(model, [x], "int4-channel", progress=False).records:
+        alone = swapped_alone(model, record, {f"blocks.{n}.linear" for n in range(3)}, [])
+        with torch.no_grad():
+            wanted = model(x)
+            assert record.damage == pytest.approx(float((alone(x) - wanted).norm() / wanted.norm()), rel=1e-4)
 
 
 def test_one_quantized_layer_at_a_time() -> None:

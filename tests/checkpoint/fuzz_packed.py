@@ -49,8 +49,8 @@ def make_packed(folder: Path, breaks: list[Break]) -> list[Good]:
     sizes = {"N": WIDTH, "K": WIDTH}
     mixed = [
         Layer(**sizes, g_idx=(torch.arange(WIDTH) // 32)[order]).gptq(1),
-        Layer(**sizes, bits=8, seed=1).gptq(1),
-        Layer(**sizes, symmetric=True, seed=2).gptq(1),
+        Layer(**sizes, bits=8, seed=1, g_idx=torch.arange(WIDTH) // 32).gptq(1),
+        Layer(**sizes, symmetric=True, seed=2, g_idx=torch.arange(WIDTH) // 32).gptq(1),
     ]
     plain = [Layer(**sizes, symmetric=True, seed=seed) for seed in range(3)]
     asymmetric = [Layer(**sizes, seed=seed) for seed in range(3)]

@@ -43,12 +43,40 @@ def test_both_packings(bits: int, method: str, tmp_path: Path) -> None:
         assert torch.equal(model["a"].dequantize(torch.float32).weight, layer.weight)
 
 
+# Its packers subtract 1 from zero points for what says "gptq" alone.
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [
+        ({"packing_format": "auto_round"}, 2),
+        ({"packing_format": "auto_round:exllamav2"}, 2),
+        ({"packing_format": "auto_round:tritonv2"}, 2),
+        ({"packing_format": "auto_round:gptq"}, 1),
+        # Of 2024, before there was a packing_format.
+        ({"backend": "auto_round:exllamav2"}, 2),
+        ({"backend": "auto_round:triton"}, 2),
+        ({"backend": "auto_gptq:exllamav2"}, 1),
+        ({"backend": "auto", "packing_format": "auto_round:auto_gptq"}, 1),
+        ({"backend": "auto"}, 1),
+        ({}, 1),
+    ],
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_are_less_1_where_it_says_gptq(
+    bits: int, said: dict[str, str], version: int, tmp_path: Path
+) -> None:
+    layer = Layer(bits=bits)
+    config = {**CONFIG, "bits": bits, "sym": False, **said}
+    model: Any = qgemm.load_quantized(write(tmp_path, {"a": layer.gptq(version)}, config), model=linears(a=(16, 64)))
+    assert torch.equal(model["a"].dequantize(torch.float32).weight, layer.weight)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"data_type": "mx_fp"}, r"data_type is 'mx_fp'"),
         ({"act_bits": 8}, r"act_bits is 8; qgemm reads AutoRound's weights alone, 16, so dequantize it"),
         ({"packing_format": "auto_round:marlin"}, r"packing_format is 'auto_round:marlin'"),
+        ({"packing_format": "auto_round:gptq:exllamav2"}, r"packing_format is 'auto_round:gptq:exllamav2'"),
     ],
 )
 def test_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -75,7 +75,11 @@ def test_notes(name: str, values: dict[str, Any], notes: list[str], tmp_path: Pa
     assert contents_with(name, tmp_path / "copy", values).notes == notes
 
 
-@pytest.mark.parametrize(("order", "notes"), [("group", [NO_ORDER]), (True, [NO_ORDER]), ("weight", []), (None, [])])
+@pytest.mark.parametrize(
+    ("order", "notes"),
+    [(named, [NO_ORDER]) for named in ("group", "dynamic", "GROUP", True)]
+    + [("weight", []), ("static", []), (None, [])],
+)
 def test_an_order_that_files_do_not_have(order: object, notes: list[str], tmp_path: Path) -> None:
     groups = read_json(SAMPLES / PACKED / "config.json")["quantization_config"]["config_groups"]
     groups["group_0"]["weights"]["actorder"] = order

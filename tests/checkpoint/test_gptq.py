@@ -151,6 +151,12 @@ def test_groups_in_an_order_of_their_own(
     torch.testing.assert_close(model["a"](x), x @ layer.weight.t(), rtol=1e-5, atol=1e-4)
 
 
+def test_a_whole_row_needs_no_order(tmp_path: Path) -> None:
+    layer = Layer(group_size=64)
+    model = read(write(tmp_path, {"a": layer.gptq()}, {**V1, "desc_act": True, "group_size": -1}))
+    assert torch.equal(weight_of(model["a"]), layer.weight)
+
+
 def test_layers_of_several_bits_and_groups(tmp_path: Path) -> None:
     layers = {"a": Layer(bits=4), "b": Layer(bits=8), "c": Layer(group_size=16), "d": Layer(group_size=64)}
     config = {**V1, "dynamic": {"b": {"bits": 8}, "+:c": {"group_size": 16}, "-:e": {}}}
@@ -235,6 +241,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "one group": ({}, {"g_idx": torch.zeros(64, dtype=torch.int32)}, r"g_idx doesn't put 32 of 64 columns into each"),
     "group -1": ({}, {"g_idx": torch.arange(64).int() // 32 - 1}, r"g_idx doesn't put 32"),
     "group 2^31": ({}, {"g_idx": torch.full((64,), 2**31 - 1, dtype=torch.int32)}, r"g_idx doesn't put 32"),
+    "no g_idx": ({"desc_act": True}, {}, r"model.safetensors: desc_act is true, but layer a has no g_idx"),
     "another weight": ({}, {"weight": torch.zeros(16, 64)}, r"holds both a.qweight and a.weight"),
     "no layer": ({}, {"qweight": None}, r"no file holds a quantized layer"),
 }
