@@ -47,6 +47,11 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         },
         "keys have 2 heads of size 24, and values 2 of size 16",
     ),
+    # A mask of its forward has no window, which one that generate makes for a static cache has.
+    "MoshiForCausalLM": (
+        {**_SIZES, "num_key_value_heads": 4, "head_dim": 16, "ffn_dim": 192, "sliding_window": 4},
+        "MoshiAttention has a window in its cache and none in its mask",
+    ),
     "Kosmos2_5ForConditionalGeneration": (
         {"text_config": _OF_KOSMOS, "vision_config": {"hidden_size": 64, "num_hidden_layers": 1}},
         "Kosmos2_5ForConditionalGeneration makes positions of its own",
