@@ -161,6 +161,8 @@ def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer 
     returns_tuple = isinstance(call.output, tuple)
     if returns_tuple and len(call.output) != 2:
         return None, None, f"it returns {len(call.output)} values"
+    if returns_tuple and call.output[1] is not None:
+        return None, None, "it returns more than its output"
     errors = [error_of(candidate, call) for candidate in candidates]
     best = min(range(len(errors)), key=errors.__getitem__)
     if errors[best] <= MAX_ERROR:
