@@ -132,6 +132,25 @@ def test_a_layer_that_returns_what_the_next_one_needs_is_left_alone() -> None:
     assert torch.equal(example.output(), expected)
 
 
+@torch.no_grad()
+def test_attention_weights_that_a_layer_returns_unasked() -> None:
+    """Those of Pix2Struct's encoder, where attention computes them."""
+    config = transformers.Pix2StructVisionConfig(
+        hidden_size=64, patch_embed_hidden_size=48, d_ff=96, d_kv=16, num_hidden_layers=2, num_attention_heads=4,
+        initializer_range=0.1,
+    )  # fmt: skip
+    patches = torch.cat((torch.arange(1, 5).repeat(2, 1)[..., None].repeat(1, 1, 2), random(2, 4, 48)), -1)
+    example = build_example(transformers.Pix2StructVisionModel, config, flattened_patches=patches)
+    model: Any = quantize_model(example.model)
+    fuse(model, example.inputs)
+    assert fused_parts(model) == (("mlp",), ("mlp",))
+    model.set_attn_implementation("eager")
+    found = model(**example.inputs, output_attentions=True).attentions
+    unfuse(model)
+    expected = model(**example.inputs, output_attentions=True).attentions
+    assert all(map(torch.equal, found, expected))
+
+
 _LATENT = {
     **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.1},
