@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from qgemm.arguments import check_model
 from qgemm.fusion.branches import NotFused
@@ -154,6 +155,12 @@ def _calls(
         return {}, f"it can't be verified: the model can't take {given} ({type(error).__name__}: {error})"
 
 
+def _returns_bias(call: Call) -> bool:
+    """Whether a layer returns the biases of positions that it was given or made, and not attention's weights."""
+    given, returned = call.others.get("position_bias", ...), call.output[1]
+    return returned is not None and (given is None or (isinstance(given, Tensor) and torch.equal(given, returned)))
+
+
 def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer | None, float | None, str]:
     """The one of ``candidates`` that computes what the layer does in ``call``, its error, and why it is none."""
     if not candidates:
@@ -161,6 +168,8 @@ def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer 
     returns_tuple = isinstance(call.output, tuple)
     if returns_tuple and len(call.output) != 2:
         return None, None, f"it returns {len(call.output)} values"
+    if returns_tuple and _returns_bias(call):
+        return None, None, "it returns a bias for the next layer"
     errors = [error_of(candidate, call) for candidate in candidates]
     best = min(range(len(errors)), key=errors.__getitem__)
     if errors[best] <= MAX_ERROR:

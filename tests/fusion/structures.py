@@ -115,4 +115,6 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
 ENCODERS: dict[str, Callable[[], Example]] = {
     # Norms of other names, in the order of the code: attention(norm(x)).
     "modernbert": language_model("ModernBertForMaskedLM", **{**_TEXT, "cls_token_id": 1, "sep_token_id": 2}),
+    # Rotated queries and keys, and no number of the layer in a cache.
+    "nomic_bert": language_model("NomicBertForMaskedLM", **_TEXT, head_dim=16),
 }

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import VOCABULARY, Example
-from families.example import LATENT, language_model, tokens
+from families.example import LATENT, language_model, random, tokens
+from families.example import example as build_example
 from torch import nn
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
@@ -113,6 +115,40 @@ def test_a_layer_that_computes_something_else_is_left_alone() -> None:
     assert "something else" in second.reason
     assert fused_of(layer) is None
     assert torch.equal(example.output(), expected)
+
+
+def test_a_layer_that_returns_what_the_next_one_needs_is_left_alone() -> None:
+    """The biases of positions that WavLM's first layer makes."""
+    config = transformers.WavLMConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, conv_dim=[32],
+        conv_kernel=[10], conv_stride=[5], num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+    )  # fmt: skip
+    example = build_example(transformers.WavLMForCTC, config, input_values=random(2, 400))
+    quantize_model(example.model)
+    expected = example.output()
+    fuse(example.model, example.inputs)
+    first = fusion_report(example.model).records[0]
+    assert (first.parts, "it returns a bias for the next layer" in first.reason) == ((), True)
+    assert torch.equal(example.output(), expected)
+
+
+@torch.no_grad()
+def test_attention_weights_that_a_layer_returns_unasked() -> None:
+    """Those of Pix2Struct's encoder, where attention computes them."""
+    config = transformers.Pix2StructVisionConfig(
+        hidden_size=64, patch_embed_hidden_size=48, d_ff=96, d_kv=16, num_hidden_layers=2, num_attention_heads=4,
+        initializer_range=0.1,
+    )  # fmt: skip
+    patches = torch.cat((torch.arange(1, 5).repeat(2, 1)[..., None].repeat(1, 1, 2), random(2, 4, 48)), -1)
+    example = build_example(transformers.Pix2StructVisionModel, config, flattened_patches=patches)
+    model: Any = quantize_model(example.model)
+    fuse(model, example.inputs)
+    assert fused_parts(model) == (("mlp",), ("mlp",))
+    model.set_attn_implementation("eager")
+    found = model(**example.inputs, output_attentions=True).attentions
+    unfuse(model)
+    expected = model(**example.inputs, output_attentions=True).attentions
+    assert all(map(torch.equal, found, expected))
 
 
 _LATENT = {

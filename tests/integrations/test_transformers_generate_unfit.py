@@ -48,6 +48,11 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         },
         "keys have 2 heads of size 24, and values 2 of size 16",
     ),
+    # A mask of its forward has no window, which one that generate makes for a static cache has.
+    "MoshiForCausalLM": (
+        {**_SIZES, "num_key_value_heads": 4, "head_dim": 16, "ffn_dim": 192, "sliding_window": 4},
+        "MoshiAttention has a window in its cache and none in its mask",
+    ),
     "Kosmos2_5ForConditionalGeneration": (
         {"text_config": _OF_KOSMOS, "vision_config": {"hidden_size": 64, "num_hidden_layers": 1}},
         "Kosmos2_5ForConditionalGeneration makes positions of its own",
@@ -77,3 +82,20 @@ def test_attention_in_another_way_goes_to_transformers(name: str, settings: dict
             type(model).generate(
                 model, **options, past_key_values=qgemm.KeyValueCache(model.config, 3, 64, device=DEVICE)
             )
+
+
+def test_decoding_of_a_class_goes_to_it() -> None:
+    """CSM's has a step for each codebook, and tokens ``[B, frames, codebooks]``."""
+    sizes = {**_SIZES, "vocab_size": 40, "head_dim": 16, "num_codebooks": 4, "bos_token_id": 1, "pad_token_id": 2}
+    depth = {**sizes, "backbone_hidden_size": 64, "max_position_embeddings": 33}
+    of_ids = {"text_vocab_size": 97, "codebook_pad_token_id": 38, "audio_token_id": 90, "audio_eos_token_id": 91}
+    torch.manual_seed(0)
+    config = transformers.CsmConfig(**sizes, **of_ids, depth_decoder_config=depth)
+    model: Any = transformers.CsmForConditionalGeneration(config).eval().to(DEVICE)
+    options = {"input_ids": PROMPTS.to(DEVICE), "max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(**options)
+    assert expected.shape == (3, 3, 4)
+    with pytest.warns(UserWarning, match="not qgemm's: CsmForConditionalGeneration decodes in a way of its own"):
+        assert torch.equal(model.generate(**options, custom_generate=qgemm.generate), expected)
+    qgemm.fast_generate(model)
+    assert torch.equal(model.generate(**options), expected)

@@ -76,6 +76,7 @@ def mask(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
+    local_size: int | None = None,
     **others: Any,
 ) -> Tensor | None:
     """The mask ``[B, 1, q_length, kv_length]``, true where a query sees a key; None if attention knows without it."""
@@ -86,6 +87,7 @@ def mask(
         # What wants the plain mask where attention needs none makes another of it.
         asked = ordinary or use_vmap or mask_function is not causal_mask_function
         q_offset.tokens.told_of_mask = asked and not knows
+        q_offset.tokens.told_of_window |= local_size is not None
         if knows:
             return None
         allow_is_causal_skip, q_offset = False, q_offset.tokens.seen()
@@ -96,7 +98,7 @@ def mask(
     found: Tensor | None = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip,
-        use_vmap=use_vmap, **others,
+        use_vmap=use_vmap, local_size=local_size, **others,
     )  # fmt: skip
     return found
 
@@ -111,6 +113,8 @@ def _check_fits(module: nn.Module, value: Tensor, mask: Tensor | None, about: St
         raise UnfitAttentionError(f"{kind} sees the tokens that are to come")
     if mask is not None and not about.tokens.told_of_mask:
         raise UnfitAttentionError(f"{kind} makes a mask of its own")
+    if mask is None and about.window and not about.tokens.told_of_window:
+        raise UnfitAttentionError(f"{kind} has a window in its cache and none in its mask")
 
 
 def _is_prompt(query: Tensor, about: Stored) -> bool:

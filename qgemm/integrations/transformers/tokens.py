@@ -42,6 +42,8 @@ class Tokens:
         """Which sequence of the cache is the first of a forward."""
         self.told_of_mask = True
         """Whether the mask of this forward was made; else attention has to know without one."""
+        self.told_of_window = False
+        """Whether a mask of any forward had a window; else attention has none."""
         self.unread = False
         """Whether a layer has stored keys for attention that has to, which hasn't been given them yet."""
 

@@ -253,7 +253,7 @@ class FusedAttention:
         else:
             q, k, v = torch.ops.qgemm.rotate(*call)
             q = q.transpose(1, 2)
-            if _takes_as_they_are(cache, self.module.layer_idx, k, v):
+            if cache is None or _takes_as_they_are(cache, self.module.layer_idx, k, v):
                 return q, k, v
         if cache is not None:
             k, v = update_cache(cache, self.cache_name, k, v, self.module.layer_idx, others)

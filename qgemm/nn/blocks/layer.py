@@ -135,6 +135,10 @@ class FusedLayer:
         if (context.get(STATES) is not None) != self.crosses:
             return None
         attention = self.steps[0].branch
+        if self.returns_tuple and "output_attentions" not in self.defaults:
+            config = getattr(getattr(attention, "module", None), "config", None)
+            if getattr(config, "_attn_implementation", "") == "eager":  # which returns weights unasked
+                return None
         if isinstance(attention, FusedAttention | FusedLatentAttention):
             cache = context.get(attention.cache_name)
             if vars(attention.module.config).get("_output_attentions"):

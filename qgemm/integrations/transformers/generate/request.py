@@ -64,6 +64,8 @@ def check_model(model: PreTrainedModel) -> None:
         raise NotCovered("the model has an encoder and a decoder")
     if getattr(model, "_is_stateful", False):
         raise NotCovered("the model keeps a state besides keys and values")
+    if type(model)._sample is not GenerationMixin._sample:  # type: ignore[attr-defined]
+        raise NotCovered(f"{type(model).__name__} decodes in a way of its own")
     if not (model._supports_attention_backend or model._can_compile_fullgraph):
         raise NotCovered(f"{type(model).__name__} has an attention of its own")
     if getattr(model.config, "alibi", False):  # which is as long as the tokens, and masks as a static cache
