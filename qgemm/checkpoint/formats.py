@@ -216,10 +216,15 @@ def _with_old_name(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def settings(folder: Path, config: dict[str, Any]) -> Any:
-    """What ``config`` or, of an older library, a file of its own in ``folder`` says of quantization; None: nothing."""
-    for name in SETTINGS_KEYS:
-        if config.get(name) is not None:
-            return config[name]
+    """What ``config`` or, of an older library, a file of its own in ``folder`` says of quantization; None: nothing.
+
+    Of a model with images it may be said in the config of the text model.
+    """
+    of_text = config.get("text_config")
+    for holder in (config, of_text if isinstance(of_text, dict) else {}):
+        for name in SETTINGS_KEYS:
+            if holder.get(name) is not None:
+                return holder[name]
     for name, method in _OWN_CONFIGS.items():
         if os.path.lexists(folder / name):
             return {"quant_method": method, **read_json(checkpoint_file(folder, name))}

@@ -75,6 +75,20 @@ def test_notes(name: str, values: dict[str, Any], notes: list[str], tmp_path: Pa
     assert contents_with(name, tmp_path / "copy", values).notes == notes
 
 
+def test_settings_of_the_text_model(tmp_path: Path) -> None:
+    folder = shutil.copytree(SAMPLES / GPTQ, tmp_path / "copy")
+    config = read_json(folder / "config.json")
+    said = {**config.pop("quantization_config"), "kv_cache_scheme": {"num_bits": 8}}
+    contents = read_contents(folder, {**config, "text_config": {"quantization_config": said}}, folder / "config.json")
+    assert contents.notes == [NOTE]  # which the tensors alone don't tell
+    said["rotation"] = "hadamard"
+    with pytest.raises(CheckpointError, match="it has a rotation"):
+        read_contents(folder, {**config, "text_config": {"quantization_config": said}}, folder / "config.json")
+    # What the whole model's config says comes first.
+    both = {**config, "quantization_config": {**said, "rotation": None}, "text_config": {"quantization_config": said}}
+    assert read_contents(folder, both, folder / "config.json").notes == [NOTE]
+
+
 @pytest.mark.parametrize(
     ("order", "notes"),
     [(named, [NO_ORDER]) for named in ("group", "dynamic", "GROUP", True)]
