@@ -27,6 +27,8 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.nn import QuantLayer
 
+_FLOAT_DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
+
 
 def is_pretrained(model: nn.Module) -> bool:
     """Whether ``model`` is a transformers model."""
@@ -61,9 +63,9 @@ def float_dtype(model: nn.Module) -> torch.dtype | None:
 
 def model_dtype(model: Any) -> torch.dtype:
     """The dtype of a transformers model: ``float_dtype``; its config's if all that it has is quantized."""
-    by_name = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
-    said = str(model.config.dtype).removeprefix("torch.")
-    return float_dtype(model) or by_name.get(said, torch.float32)
+    if (found := float_dtype(model)) is not None:  # models ask in each forward
+        return found
+    return _FLOAT_DTYPES_BY_NAME.get(str(model.config.dtype).removeprefix("torch."), torch.float32)
 
 
 def part_configs(model: nn.Module) -> dict[tuple[str, ...], Any]:
@@ -153,7 +155,7 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         raise CheckpointError(
             f"{path}: model_type is {config['model_type']!r}, but {names[0]} is of {cls.config_class.model_type!r}"
         )
-    dtype = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}.get(str(config.get("dtype")))
+    dtype = _FLOAT_DTYPES_BY_NAME.get(str(config.get("dtype")))
     if dtype is None:
         raise CheckpointError(
             f"{path}: dtype is {config.get('dtype')!r}; it must be a float dtype such as 'bfloat16': write it there"
