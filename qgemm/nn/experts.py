@@ -10,6 +10,7 @@ quantized products are fast with, and one kernel then serves every model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -103,9 +104,12 @@ class QuantExperts(QuantLayer):
     def _linear(
         self, name: str, device: torch.device | str | None = "meta", dtype: torch.dtype | None = None
     ) -> LinearLayer:
+        return linear_class(self.scheme)(*self._sizes(name), self.has_bias, device, dtype, self.scheme)
+
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """``(K, N)`` of the linear layers that ``name`` stacks."""
         columns = self.activation.columns(self.intermediate_size)
-        N, K = (columns, self.hidden_size) if name == "gate_up_proj" else (self.hidden_size, self.intermediate_size)
-        return linear_class(self.scheme)(K, N, self.has_bias, device, dtype, self.scheme)
+        return (self.hidden_size, columns) if name == "gate_up_proj" else (self.intermediate_size, self.hidden_size)
 
     def linear_of(self, name: str, expert: int | None = None) -> LinearLayer:
         """The linear layer that one expert's ``gate_up_proj`` or ``down_proj`` is, with views of the parameters here.
@@ -161,12 +165,12 @@ class QuantExperts(QuantLayer):
         if name not in self.fixed_names:
             return True
         weight, leaf = split_leaf(name)
-        return self.linear_of(weight).accepts_dtype(leaf, dtype)
+        return _asked(self.scheme, *self._sizes(weight), self.has_bias).accepts_dtype(leaf, dtype)
 
     def problem_with(self, name: str, value: Tensor) -> str:
         """What is wrong with ``value``, as of a linear layer of the scheme."""
         weight, leaf = split_leaf(name)
-        return self.linear_of(weight).problem_with(leaf, value)
+        return _asked(self.scheme, *self._sizes(weight), self.has_bias).problem_with(leaf, value)
 
     @classmethod
     def from_experts(cls, experts: nn.Module, scheme: str | QuantScheme = "int8") -> QuantExperts:
@@ -351,6 +355,12 @@ def compute_experts(
     if isinstance(weights, WeightOnlyExperts):
         return weight_only_experts(hidden_states, index, top_k_weights, weights, residual)
     return quant_experts(hidden_states, index, top_k_weights, weights, residual)
+
+
+@functools.lru_cache(maxsize=64)
+def _asked(scheme: QuantScheme, K: int, N: int, bias: bool) -> LinearLayer:
+    """A linear layer on meta for questions about one expert's tensors, of which a model may have 200,000."""
+    return linear_class(scheme)(K, N, bias, "meta", None, scheme)
 
 
 def split_leaf(name: str) -> tuple[str, str]:
