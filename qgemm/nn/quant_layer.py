@@ -150,6 +150,16 @@ class QuantLayer(nn.Module):
         """Whether activations are quantized with ``input_scale`` instead of a scale computed at run time."""
         return self.scheme.is_static
 
+    def requires_grad_(self: Layer, requires_grad: bool = True) -> Layer:
+        """As ``nn.Module``, for False; else raises ``RuntimeError``."""
+        if requires_grad:
+            name = self.layer_name
+            raise RuntimeError(
+                f"{name or 'a layer'} is quantized, and its weight can't be trained: train an adapter on it, such as "
+                f"LoRA, or leave it in float (skip={name or 'its name'!r} in quantize_model)"
+            )
+        return super().requires_grad_(False)
+
     def _apply(self: Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
         # .to(dtype), .half() and .type() would cast values whose dtype is their meaning; only the device may change.
         fixed = [self.stored(name) for name in self.fixed_names]
