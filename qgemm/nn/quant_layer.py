@@ -7,7 +7,7 @@ is moved to; only biases follow. Code around a layer that reads its weight gets 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -208,6 +208,17 @@ def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:
 def frozen(tensor: Tensor) -> nn.Parameter:
     """A parameter that requires no gradient."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """``torch.cat(parts)``, which fails under autocast for float8, and for a 16-bit dtype that isn't autocast's."""
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [len(part) for part in parts]
+    whole = parts[0].new_empty((sum(sizes), *parts[0].shape[1:]))
+    for rows, part in zip(whole.split(sizes), parts, strict=True):
+        rows.copy_(part)
+    return whole
 
 
 def narrowed(tensor: Tensor) -> Tensor:

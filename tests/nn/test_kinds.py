@@ -108,6 +108,15 @@ def test_from_float64(scheme: str) -> None:
 
 
 @SCHEME
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_layer_is_made_alike_under_autocast(scheme: str, dtype: torch.dtype) -> None:
+    linear = nn.Linear(K, N)
+    wanted = quantized_layer(linear, scheme)
+    with torch.autocast("cpu", dtype=dtype):
+        assert_same(quantized_layer(linear, scheme), wanted)
+
+
+@SCHEME
 def test_from_linear_leaves_the_float_layer_alone(scheme: str) -> None:
     linear = nn.Linear(K, N)
     before = copy.deepcopy(linear.state_dict())
