@@ -208,7 +208,7 @@ def check_quant_linear(
     """Raises if ``quant_linear`` can't take these."""
     _check_weight(weight)
     N, K = weight.shape
-    _check_input(x, K)
+    check_input(x, K)
     check_length(K, weight.dtype)
     check_quantize_rows(x, input_scale)
     _check_scale("weight_scale", weight_scale, N)
@@ -226,7 +226,7 @@ def check_block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, b
             "(BlockScaledLinear.from_linear makes it)"
         )
     N, K = weight.shape
-    _check_input(x, K)
+    check_input(x, K)
     check_strided("x", x)
     check_strided("weight", weight)
     shape = (cdiv(N, BLOCK), cdiv(K, BLOCK))
@@ -240,7 +240,7 @@ def check_block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, b
 def check_weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None) -> None:
     """Raises if ``weight_only_linear`` can't take these."""
     values, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size, has_int8, step = weight
-    _check_input(x, in_features)
+    check_input(x, in_features)
     form = FORMATS.get(format)
     if form is None:
         raise ValueError(f"format is {format!r}; it must be one of {sorted(FORMATS)}")
@@ -358,7 +358,8 @@ def _check_weight(weight: Tensor) -> None:
         raise TypeError(f"weight is {weight.dtype}; it must be one of {wanted} (QuantLinear.from_linear makes it)")
 
 
-def _check_input(x: Tensor, in_features: int) -> None:
+def check_input(x: Tensor, in_features: int) -> None:
+    """Raises if ``x`` can't go into a layer of ``in_features``."""
     if x.dtype not in FLOAT_DTYPES:
         cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
         way_out = cast if x.dtype in OPERANDS else conversion(x)
@@ -366,6 +367,7 @@ def _check_input(x: Tensor, in_features: int) -> None:
     if x.ndim == 0 or x.shape[-1] != in_features:
         columns = x.shape[-1] if x.ndim else "no"
         raise ValueError(f"x has {columns} columns but the layer's in_features is {in_features}")
+    _check_dense("x", x)
 
 
 def check_length(K: int, dtype: torch.dtype = INT8.storage) -> None:
@@ -410,10 +412,14 @@ def check_tensor(name: str, value: Any) -> None:
 
 def check_strided(name: str, tensor: Tensor) -> None:
     """Raises unless ``tensor`` is dense and stores the values that it has."""
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name} is {tensor.layout}; it must be a dense tensor: pass {name}.to_dense()")
+    _check_dense(name, tensor)
     if tensor.is_neg():
         raise ValueError(f"{name} is a negative view, which stores negated values: pass {name}.resolve_neg()")
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; it must be a dense tensor: pass {name}.to_dense()")
 
 
 def check_same_device(**tensors: Tensor | None) -> None:

@@ -26,9 +26,11 @@ from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.ops import quant_experts, weight_only_experts
 from qgemm.ops.declare import to_autocast_dtype
+from qgemm.ops.direct import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # What follows a weight's name where a linear layer's parameter begins with "weight", and its bias.
 _ENDS = ("", "_bias", "_scale", "_zero_point", "_global_scale")
 # In the order of ``ExpertWeights``, and of ``WeightOnlyExperts``.
@@ -281,7 +283,10 @@ class QuantExperts(QuantLayer):
         if isinstance(hidden_states, Proxy):
             added = () if residual is None else (residual,)
             return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights, *added)  # type: ignore[no-any-return]
-        index = top_k_index.to(torch.int64)
+        check_is_tensor(top_k_index, "top_k_index")
+        check_is_tensor(top_k_weights, "top_k_weights")
+        # Others, such as weights in their place, would be cut to the numbers of experts.
+        index = top_k_index.to(torch.int64) if top_k_index.dtype in _INTEGERS else top_k_index
         if self.shard is not None:
             return self._of_shard(hidden_states, index, top_k_weights, residual, self.shard)
         return self._compute(hidden_states, index, top_k_weights, residual)

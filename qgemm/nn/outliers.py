@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qgemm.kernels.checks import check_input
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import NOT_FINITE
 from qgemm.nn.parallel import Shard
@@ -102,7 +103,8 @@ class OutlierLinear(QuantLinear):
 
     def compute(self, x: Tensor) -> Tensor:
         """Both products, added up."""
-        if x.ndim == 0 or x.shape[-1] != self.in_features or x.device != self.weight_scale.device:
+        check_input(x, self.in_features)
+        if x.device != self.weight_scale.device:
             return super().compute(x)  # which says what is wrong
         x = to_autocast_dtype(x)
         columns, weight = self._own_columns()

@@ -7,7 +7,7 @@ is moved to; only biases follow. Code around a layer that reads its weight gets 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -150,6 +150,16 @@ class QuantLayer(nn.Module):
         """Whether activations are quantized with ``input_scale`` instead of a scale computed at run time."""
         return self.scheme.is_static
 
+    def requires_grad_(self: Layer, requires_grad: bool = True) -> Layer:
+        """As ``nn.Module``, for False; else raises ``RuntimeError``."""
+        if requires_grad:
+            name = self.layer_name
+            raise RuntimeError(
+                f"{name or 'a layer'} is quantized, and its weight can't be trained: train an adapter on it, such as "
+                f"LoRA, or leave it in float (skip={name or 'its name'!r} in quantize_model)"
+            )
+        return super().requires_grad_(False)
+
     def _apply(self: Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
         # .to(dtype), .half() and .type() would cast values whose dtype is their meaning; only the device may change.
         fixed = [self.stored(name) for name in self.fixed_names]
@@ -198,6 +208,17 @@ def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:
 def frozen(tensor: Tensor) -> nn.Parameter:
     """A parameter that requires no gradient."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """``torch.cat(parts)``, which fails under autocast for float8, and for a 16-bit dtype that isn't autocast's."""
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [len(part) for part in parts]
+    whole = parts[0].new_empty((sum(sizes), *parts[0].shape[1:]))
+    for rows, part in zip(whole.split(sizes), parts, strict=True):
+        rows.copy_(part)
+    return whole
 
 
 def narrowed(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from qgemm.kernels.checks import check_input
 from qgemm.nn.linear import QuantLinear
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.hadamard import hadamard
@@ -43,6 +44,7 @@ class RotatedLinear(QuantLinear):
 
     def compute(self, x: Tensor) -> Tensor:
         """On ``x @ H``. A shard in row parallelism reads the inputs of all for it, since a block of ``H`` may too."""
+        check_input(x, self.in_features)
         if self.shard is not None and self.shard.style == "row":
             rotated = self.shard.own_columns(torch.ops.qgemm.hadamard(self.shard.gather_to_share(x))).contiguous()
         else:

@@ -88,9 +88,12 @@ class StoredWeight(Tensor):
         view = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         args, kwargs = tree_map_only(cls, lambda each: each.stored, (args, kwargs or {}))
         is_about_values = not _is_of_its_form(func)
-        if is_about_values and any(map(_is_float, tree_leaves((args, kwargs)))):
+        if is_about_values and (any(map(_is_float, tree_leaves((args, kwargs)))) or _writes_floats(func, args, kwargs)):
             raise refuse_to_compute(view.layer, view.stored.dtype)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except NotImplementedError as error:  # as of random numbers, of which there are floats alone
+            raise refuse_to_compute(view.layer, view.stored.dtype) from error
         if not is_about_values or isinstance(out, torch.Size):  # of which tree_map_only makes a tuple
             return out
         if any(map(_is_float, tree_leaves(out))):
@@ -129,6 +132,13 @@ class TracedWeight:
 def _is_float(value: Any) -> bool:
     """Whether it is a tensor of floats to compute with; those of one byte are quantized values."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.itemsize > 1
+
+
+def _writes_floats(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a function changes a tensor in place, by a float number, which would be cut to a stored value."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
+    return in_place and any(isinstance(each, float) for each in tree_leaves((args, kwargs)))
 
 
 def _is_of_its_form(func: Callable[..., Any]) -> bool:

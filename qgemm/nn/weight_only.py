@@ -16,7 +16,7 @@ from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only.int8_config import MIN_ROWS_FOR_STEPS
 from qgemm.nn.linear_layer import LinearLayer, largest
 from qgemm.nn.parallel import Shard, Split, Style
-from qgemm.nn.quant_layer import frozen
+from qgemm.nn.quant_layer import frozen, joined_rows
 from qgemm.nn.row_steps import RowSteps
 from qgemm.numerics import groups
 from qgemm.numerics.formats import Format
@@ -194,7 +194,7 @@ class WeightOnlyLinear(LinearLayer):
         And zero points of the scales' shape, int8, for an asymmetric scheme.
         """
         step = max(_PIECE // max(self.in_features, 1), 1)
-        values, *others = map(torch.cat, zip(*map(self._round_piece, weight.split(step)), strict=True))
+        values, *others = map(joined_rows, zip(*map(self._round_piece, weight.split(step)), strict=True))
         return values, *(each if self.scheme.weight.group_size else each.flatten() for each in others)
 
     def _round_piece(self, weight: Tensor) -> list[Tensor]:

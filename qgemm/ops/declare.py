@@ -79,6 +79,21 @@ NO_GRADIENT: dict[str, Any] = {
 """Of ``operator``, for one whose outputs require no gradient though its inputs may, such as one that rounds."""
 
 
+def gradients_through(function: Function, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of ``inputs``, where ``grads`` are those of ``function(*inputs)``, a tuple of plain PyTorch.
+
+    For a ``backward`` without a formula of its own. It has derivatives in turn where somebody may want them.
+    """
+    if torch.is_grad_enabled():  # with create_graph=True, and always in torch.func
+        return torch.func.vjp(function, *inputs)[1](tuple(grads))  # type: ignore[no-any-return]
+    with torch.enable_grad():
+        sources = [each.detach().requires_grad_() for each in inputs]
+        outs = function(*sources)
+    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+    outs, grads = zip(*pairs, strict=True)
+    return torch.autograd.grad(outs, sources, grads, allow_unused=True)
+
+
 def to_autocast_dtype(x: Tensor) -> Tensor:
     """``x`` as ``F.linear`` would take it under autocast: float64 and what is no float stay as they are."""
     device = x.device.type

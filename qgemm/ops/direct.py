@@ -12,10 +12,10 @@ from torch.autograd import forward_ad
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
-def check_is_tensor(x: Any) -> None:
-    """Raises ``TypeError`` for the input of a layer that is no tensor."""
+def check_is_tensor(x: Any, name: str = "the layer's input") -> None:
+    """Raises ``TypeError`` for an input of a layer, called ``name``, that is no tensor."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"the layer's input is a {type(x).__name__}; it must be a tensor")
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
 
 
 def seen_by_others(

@@ -104,9 +104,20 @@ def _declare_experts(
         wants_residual = others[count - 3 :] == [True]
         if any(others[: count - 3]):
             raise RuntimeError(f"{name} has gradients for x, top_k_weights and residual only; freeze the others")
-        grad_x, grad_weights = getattr(torch.ops.qgemm, f"{name}_backward")(grad, *ctx.saved_tensors, *ctx.others)
+        arguments = *ctx.saved_tensors, *ctx.others
+        # The formulas themselves where their derivatives may be wanted, with create_graph=True. torch.func wants them
+        # always, and may transform what they need the values of.
+        if torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None:
+            grad_x, grad_weights = _gradients(grad, *as_values(arguments))
+        else:
+            grad_x, grad_weights = getattr(torch.ops.qgemm, f"{name}_backward")(grad, *arguments)
         found = (grad_x if wants_x else None, None, grad_weights if wants_weights else None, *(None,) * len(others))
         return (*found[:-1], grad) if wants_residual else found
+
+    def refuse(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            f"{name} has no second derivatives in torch.func: use torch.autograd.grad with create_graph=True"
+        )
 
     def run_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return _gradients(grad, *as_values(arguments))
@@ -124,6 +135,7 @@ def _declare_experts(
         cpu=run_backward,
         cuda=run_backward,
         fake=_gradients_fake,
+        backward=refuse,
     )
 
 

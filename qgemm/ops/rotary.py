@@ -17,7 +17,7 @@ from torch import Tensor
 from qgemm.kernels.rotary import checks, dispatch
 from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import rotate_reference
-from qgemm.ops.declare import NO_GRADIENT, operator
+from qgemm.ops.declare import NO_GRADIENT, gradients_through, operator
 
 _ROTATE = (
     "Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, str norm, float eps, int q_heads, "
@@ -63,15 +63,15 @@ def _rotate_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _rotate_backward(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> list[Tensor | None]:
-    given = zip(ctx.saved_tensors, wanted, strict=False)
-    inputs: list[Any] = [None if x is None else x.detach().requires_grad_(want) for x, want in given]
-    with torch.enable_grad():
-        outputs = rotate_reference(RotaryCall(*inputs, *ctx.rest))
-    sources = [x for x in inputs if x is not None and x.requires_grad]
-    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
-    outs, out_grads = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outs, sources, out_grads, allow_unused=True))
-    return [next(found) if want else None for want in wanted]
+    saved = ctx.saved_tensors
+    sources = {at: saved[at] for at, want in enumerate(wanted) if want}
+
+    def compute(*values: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(sources, values, strict=True))
+        return rotate_reference(RotaryCall(*(given.get(at, each) for at, each in enumerate(saved)), *ctx.rest))
+
+    found = dict(zip(sources, gradients_through(compute, list(sources.values()), grads), strict=True))
+    return [found.get(at) for at in range(len(wanted))]
 
 
 def _angles_fake(

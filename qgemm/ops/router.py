@@ -14,7 +14,7 @@ from torch import Tensor
 from qgemm.kernels import dispatch
 from qgemm.kernels.moe.checks import check_route
 from qgemm.kernels.routing import Routing
-from qgemm.ops.declare import operator
+from qgemm.ops.declare import gradients_through, operator
 from qgemm.ops.direct import rows_seen_by_others
 
 
@@ -49,10 +49,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     logits, index = ctx.saved_tensors
-    x = logits.detach().float().requires_grad_()
-    with torch.enable_grad():
-        weights = ctx.routing.weights(x, index)
-    (found,) = torch.autograd.grad(weights, x, grad.float())
+    compute = lambda x: (ctx.routing.weights(x, index),)  # noqa: E731
+    (found,) = gradients_through(compute, [logits.float()], [grad.float()])
+    assert found is not None
     return found.to(logits.dtype), *(None,) * (len(wanted) - 1)
 
 

@@ -18,7 +18,7 @@ from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.hadamard import hadamard
 from qgemm.numerics.integers import cdiv
-from qgemm.ops.declare import NO_GRADIENT, operator
+from qgemm.ops.declare import NO_GRADIENT, gradients_through, operator
 from qgemm.ops.direct import rows_seen_by_others
 
 
@@ -119,10 +119,9 @@ def _activate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _activate_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    with torch.enable_grad():
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        out = activated(x, ctx.activation, ctx.gated)
-    return torch.autograd.grad(out, x, grad)[0], None, None
+    compute = lambda x: (activated(x, ctx.activation, ctx.gated),)  # noqa: E731
+    (found,) = gradients_through(compute, ctx.saved_tensors, [grad])
+    return found, None, None
 
 
 operator(

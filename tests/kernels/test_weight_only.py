@@ -10,7 +10,7 @@ from torch import Tensor
 from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.reference import weight_only_linear_reference
-from qgemm.kernels.weight_only import float_launcher
+from qgemm.kernels.weight_only import dispatch, float_launcher
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
@@ -114,6 +114,14 @@ def test_factors_that_lie_apart(rows: int, device: torch.device) -> None:
     apart = QuantizedWeight(**{**arguments, "global_scale": torch.stack((factors, factors * 2), dim=1)[:, 0]})
     beside = float_launcher.weight_only_linear(x, QuantizedWeight(**arguments))
     assert torch.equal(float_launcher.weight_only_linear(x, apart), beside)
+
+
+def test_negative_views_are_read_by_their_values(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
+    weight = QuantizedWeight(**operands("int4", device)[0])
+    x, residual = torch.randn(3, K, device=device), torch.randn(3, N, device=device)
+    out = dispatch.weight_only_linear(torch._neg_view(-x), weight, torch._neg_view(-residual))
+    assert torch.equal(out, dispatch.weight_only_linear(x, weight, residual))
 
 
 @pytest.mark.parametrize("adds", [False, True])

@@ -380,3 +380,12 @@ def test_chosen_configs_in_graphs_and_out(M: int, assert_as_accurate: Any) -> No
         for wrong in (captured, weight_only_linear(x, layer)):
             assert wrong[M // 2].isnan().all()
             assert wrong[others].equal(out[others])
+
+
+@pytest.mark.parametrize("negative", [lambda x: torch._neg_view(-x), lambda x: torch.complex(x, -x).conj().imag])
+def test_negative_views_are_read_by_their_values(
+    negative: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
+    weight, x = make(24, 64, 32, device), torch.randn(3, 64, device=device)
+    assert torch.equal(dispatch.weight_only_linear(negative(x), weight), dispatch.weight_only_linear(x, weight))

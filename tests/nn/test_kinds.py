@@ -108,6 +108,15 @@ def test_from_float64(scheme: str) -> None:
 
 
 @SCHEME
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_layer_is_made_alike_under_autocast(scheme: str, dtype: torch.dtype) -> None:
+    linear = nn.Linear(K, N)
+    wanted = quantized_layer(linear, scheme)
+    with torch.autocast("cpu", dtype=dtype):
+        assert_same(quantized_layer(linear, scheme), wanted)
+
+
+@SCHEME
 def test_from_linear_leaves_the_float_layer_alone(scheme: str) -> None:
     linear = nn.Linear(K, N)
     before = copy.deepcopy(linear.state_dict())
@@ -209,6 +218,16 @@ def test_wrong_inputs_are_named(scheme: str) -> None:
         layer(torch.randn(2, K, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"x is on meta but .* is on"):
         layer(torch.empty(2, K, device="meta"))
+    with pytest.raises(TypeError, match=r"x is torch.int64; a quantized layer accepts float16"):
+        layer(torch.ones(2, K, dtype=torch.int64))
+    with pytest.raises(ValueError, match=f"x has no columns but the layer's in_features is {K}"):
+        layer(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-hadamard", "int8-outliers-16", "fp8-block", "int4", "int4-int8"])
+def test_a_sparse_input_says_what_to_do(scheme: str) -> None:
+    with pytest.raises(ValueError, match=r"x is torch.sparse_coo; it must be a dense tensor: pass x.to_dense\(\)"):
+        make(scheme)(torch.ones(2, K).to_sparse())
 
 
 @SCHEME

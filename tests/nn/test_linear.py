@@ -421,9 +421,12 @@ def test_meta_and_to_empty(layer: QuantLinear) -> None:
     assert_same_values(layer, real)
 
 
-def test_requires_grad_cannot_be_forced_on_the_weight(layer: QuantLinear) -> None:
-    with pytest.raises(RuntimeError, match="floating point"):
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])  # of whose weights PyTorch refuses it, and doesn't
+def test_requires_grad_cannot_be_forced_on_the_weight(scheme: str) -> None:
+    layer = QuantLinear(4, 3, scheme=scheme)
+    with pytest.raises(RuntimeError, match=r"a layer is quantized, and its weight can't be trained: train an adapter"):
         layer.requires_grad_(True)
+    assert not any(parameter.requires_grad for parameter in layer.requires_grad_(False).parameters())
 
 
 def test_shared_parameters_stay_shared_when_the_dtype_changes() -> None:

@@ -55,6 +55,9 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a parameter made of it": lambda layer, x: x @ nn.Parameter(layer.weight, requires_grad=False).t(),
     "get_parameter": lambda layer, x: x @ layer.get_parameter("weight").t(),
     "overwritten by floats": lambda layer, x: layer.weight.copy_(x),
+    "filled with a float": lambda layer, x: layer.weight.fill_(0.5),
+    "initialized": lambda layer, x: nn.init.normal_(layer.weight),
+    "scaled": lambda layer, x: layer.weight.mul_(0.5),
 }
 
 

@@ -246,3 +246,41 @@ def test_compile_keeps_the_operator_whole(variant: str, dynamic: bool, device: t
     pairs = zip(out, wanted, strict=True) if isinstance(out, (tuple, list)) else [(out, wanted)]
     assert all(torch.equal(*pair) for pair in pairs)
     assert any(f"qgemm.{variant.split()[0]}" in name for name in operators_in(graphs[0].graph))
+
+
+def float_output(out: Any) -> Tensor:
+    """The sum of what can be differentiated of an operator's outputs, with a weight for each value."""
+    outs = out if isinstance(out, (tuple, list)) else [out]
+    sums = [(o.float() * torch.arange(1.0, o.numel() + 1).view(o.shape).sin()).sum() for o in outs if o.requires_grad]
+    return torch.stack(sums).sum()
+
+
+# Those whose gradient depends on their input.
+CURVED = ["activate", "activate plain", "add_norm", "add_norm norm", "add_norm_quantize branch", "rotate", "route"]
+
+
+@pytest.mark.parametrize("variant", CURVED)
+@pytest.mark.parametrize("through", ["autograd", "torch.func"])
+def test_second_derivatives_are_those_of_the_gradient(variant: str, through: str) -> None:
+    """The gradient's change along a direction, times another one, against how it differs between two points."""
+    torch.manual_seed(0)
+    x, *rest = ROUTE if variant == "route" else operands(torch.float32, torch.device("cpu"))[variant]
+    along, weights = torch.randn_like(x), torch.randn_like(x)
+
+    def gradient(x: Tensor) -> Tensor:
+        if through == "torch.func":
+            return torch.func.grad(lambda x: float_output(call(variant, (x, *rest))))(x)
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        return torch.autograd.grad(float_output(call(variant, (x, *rest))), x, create_graph=True)[0]
+
+    if through == "torch.func":
+        second = torch.func.grad(lambda x: (gradient(x) * weights).sum())(x)
+    else:
+        tracked = x.clone().requires_grad_()
+        second = torch.autograd.grad((gradient(tracked) * weights).sum(), tracked)[0]
+    step = 0.01
+    change = (gradient(x + step * along) - gradient(x - step * along)).detach() / (2 * step)
+    torch.testing.assert_close((second * along).sum(), (change * weights).sum(), rtol=0.02, atol=0.02)
+
+
+ROUTE = (torch.randn(5, 8), None, 2, "softmax", True, True, 1.0, 0.0, 1, 1)

@@ -1,6 +1,7 @@
 """``torch.ops.qgemm.quant_experts``: registered properly, traced, and with the gradients of the float experts."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import pytest
@@ -273,3 +274,29 @@ def test_errors_are_the_same_while_tracing() -> None:
     x, index = torch.randn(3, 17, device="meta"), torch.zeros(3, 2, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match=r"x is \[3, 17\]; it must be \[T, 16\]: reshape it"):
         layer(x, index, torch.ones(3, 2, device="meta"))
+
+
+@activations
+def test_second_derivatives_are_those_of_the_dequantized_experts(activation: GatedActivation) -> None:
+    arguments, found = operands(activation, True, torch.device("cpu")), []
+    of_out, of_grad = torch.randn(9, 16), torch.randn(9, 16)
+    for function in (lambda *each: torch.ops.qgemm.quant_experts(*each, *fields(activation)), float_experts):
+        x, weights = (arguments[at].clone().requires_grad_() for at in (0, 2))
+        given = (activation,) if function is float_experts else ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = (function(*given, x, arguments[1], weights, *arguments[3:]) * of_out).sum()
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            found.append(torch.autograd.grad((grad * of_grad).sum(), (x, weights), materialize_grads=True))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+
+
+def test_second_derivatives_in_torch_func_are_refused() -> None:
+    layer = QuantExperts.from_experts(ALL["gpt_oss"]())
+    x, index, weights = inputs(layer, 5)
+    gradient = torch.func.grad(lambda x: layer(x, index, weights).square().sum())
+    with pytest.raises(RuntimeError, match=r"no second derivatives in torch\.func: use .*create_graph"):
+        torch.func.jacrev(gradient)(x)
+    one_by_one = torch.func.vmap(torch.func.grad(lambda x, i, w: layer(x[None], i[None], w[None]).square().sum()))
+    torch.testing.assert_close(one_by_one(x, index, weights), gradient(x), rtol=1e-4, atol=1e-5)

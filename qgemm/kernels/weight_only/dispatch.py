@@ -25,6 +25,8 @@ def weight_only_linear(
     ``residual``: ``[..., N]`` in the dtype of ``x``, added to the rounded product. ``recallable``: remember what is
     found out about the call on a GPU, for others.
     """
+    x = x.resolve_neg()
+    residual = None if residual is None else residual.resolve_neg()
     check_weight_only_linear(x, weight, residual)
     x = x if weight.input_order is None else x.index_select(-1, weight.input_order)
     if not on_gpu(x):

@@ -23,7 +23,7 @@ from qgemm.nn.blocks.operands import Operands, operands_of
 from qgemm.nn.int4_int8 import Int4Int8Linear
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
-from qgemm.nn.quant_layer import frozen
+from qgemm.nn.quant_layer import frozen, joined_rows
 from qgemm.nn.weight_only import WeightOnlyLinear
 
 _Placed: TypeAlias = tuple[dict[str, Any], Tensor, int, Any, Any]
@@ -110,7 +110,7 @@ class MergedWeights:
             for parameter, size in zip(parameters, sizes, strict=True)
         ]
         # A parameter, by which a compiler knows that its address stays.
-        whole = frozen(torch.cat(parts))
+        whole = frozen(joined_rows(parts))
         for parameter, own in zip(parameters, whole.detach().split(sizes), strict=True):
             if parameter is not None:
                 parameter.data = own

@@ -45,6 +45,17 @@ def test_one_product_has_the_bits_of_three(bias: bool, dtype: torch.dtype) -> No
     assert torch.equal(torch.cat([layer(x) for layer in parts], dim=-1), expected)
 
 
+@pytest.mark.parametrize("scheme", ["int4-32", "fp8-weight", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layers_are_merged_under_autocast(scheme: str, dtype: torch.dtype) -> None:
+    parts = [linear_class(scheme).from_linear(nn.Linear(64, 32), scheme) for _ in range(2)]
+    for layer in parts:  # as nvfp4 has to have
+        if layer.whole_names:
+            layer.weight_global_scale.data.copy_(parts[0].weight_global_scale)
+    with torch.autocast("cpu", dtype=dtype):
+        assert is_side_by_side(MergedWeights(parts))
+
+
 def test_parameters_stay_the_same_objects_under_their_names() -> None:
     model = nn.ModuleList(layers(bias=True))
     before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
