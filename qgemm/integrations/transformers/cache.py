@@ -121,12 +121,13 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         ``fresh``: those of this forward.
         """
         keys, values, k_scale, v_scale = stores
-        self.tokens.unread = not (self.tokens.told_of_mask or torch.compiler.is_compiling())
+        has_reader = self.config._attn_implementation == ATTENTION
+        self.tokens.unread = has_reader and not (self.tokens.told_of_mask or torch.compiler.is_compiling())
         if k_scale is None or v_scale is None:
             return keys, values
         about: Any = keys.about  # type: ignore[attr-defined]
         about.fresh = None
-        if self.config._attn_implementation == ATTENTION:
+        if has_reader:
             if fresh is not None and self.tokens.used == fresh[0].shape[2]:
                 about.fresh = fresh
             return keys, values

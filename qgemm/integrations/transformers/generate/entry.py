@@ -39,7 +39,6 @@ from qgemm.warn import warn_user
 
 # The attribute of a model with what it keeps between calls, and of a cache with its decoder.
 _KEPT = "_qgemm_generate"
-_SIGNATURE = inspect.signature(GenerationMixin.generate)
 
 
 class _Kept:
@@ -125,9 +124,7 @@ def _kept(model: PreTrainedModel) -> _Kept:
 
 
 def _through_loop(model: Any, *arguments: Any, **options: Any) -> Any:
-    options = dict(_SIGNATURE.bind_partial(model, *arguments, **options).arguments)
-    options.update(options.pop("kwargs", {}))
-    del options["self"]
+    options = _by_name(model, arguments, options)
     if options.get("custom_generate") is not None:
         return type(model).generate(model, **options)
     if options.get("assistant_model") is not None:
@@ -138,8 +135,19 @@ def _through_loop(model: Any, *arguments: Any, **options: Any) -> Any:
     # A custom_generate isn't given the streamer, nor its stop strings a tokenizer.
     streamer = options.pop("streamer", None)
     _add_stop_strings(model, options)
-    custom = functools.partial(decode, streamer=streamer, cache_dtype=_kept(model).cache_dtype)
-    return type(model).generate(model, custom_generate=custom, **options)
+    options["custom_generate"] = functools.partial(decode, streamer=streamer, cache_dtype=_kept(model).cache_dtype)
+    return type(model).generate(model, **options)
+
+
+def _by_name(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call, by the names that they have in the class of ``model``."""
+    signature = inspect.signature(type(model).generate)
+    named = dict(signature.bind_partial(model, *arguments, **options).arguments)
+    del named["self"]
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(parameter.name, {}))
+    return named
 
 
 def _add_stop_strings(model: PreTrainedModel, options: dict[str, Any]) -> None:

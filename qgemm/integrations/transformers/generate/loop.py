@@ -104,6 +104,8 @@ class Loop:
         if queued > taken:
             self._context.rewind(prefilled + taken - 1)
             _rewind_generator(progress.logits.device, offsets[taken - 1])
+        if sampler.draws:
+            progress.check_draws(taken)
         if streamer is not None:
             streamer.end()
         return taken
