@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCABULARY
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, MllamaForCausalLM, MllamaTextConfig, PreTrainedModel
 from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 
 import qgemm
@@ -112,3 +112,24 @@ def test_draws_of_what_is_no_distribution_are_refused(llama: Any, value: float) 
             llama.generate(PROMPTS, **{**SETTINGS, "do_sample": True}, max_new_tokens=4)
     finally:
         hook.remove()
+
+
+def test_layers_that_see_no_image_are_left_out() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default"}}
+    config = MllamaTextConfig(**sizes, **heads, cross_attention_layers=[1], pad_token_id=0, initializer_range=0.2)
+    model: Any = MllamaForCausalLM(config).eval().to(DEVICE)
+    expected, result = both(model, lambda: model.generate(PROMPTS, **SETTINGS, max_new_tokens=5))
+    assert torch.equal(result, expected)
+    with pytest.raises(ValueError, match="layers with cross attention, .*: use a cache of transformers"):
+        qgemm.KeyValueCache(config, 1, 64)
+
+
+def test_parts_of_a_model_keep_the_attention_that_they_have() -> None:
+    model: Any = FAMILIES["llava"]().model.to(DEVICE)
+    model.set_attn_implementation({"vision_config": "eager"})
+    qgemm.fast_generate(model)
+    model.generate(PROMPTS, **SETTINGS, max_new_tokens=2)
+    parts = (model.config, model.config.text_config, model.config.vision_config)
+    assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]

@@ -382,6 +382,10 @@ def _windows(config: PreTrainedConfig, max_length: int) -> Sequence[int | None]:
     types = getattr(config, "layer_types", None) or []
     if "chunked_attention" in types or (not types and getattr(config, "attention_chunk_size", None)):
         raise ValueError("a KeyValueCache has no chunked attention: use transformers' StaticCache")
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            "the model has layers with cross attention, which keep keys of images or none: use a cache of transformers"
+        )
     # transformers' own rules, for all of its models; its layers take no memory before their first token.
     for layer in StaticCache(config, max_cache_len=max_length).layers:
         if type(layer) is StaticLayer:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, StaticCache
+from transformers import Cache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from qgemm.integrations.transformers.batching import check_no_batches
@@ -195,8 +195,17 @@ def attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
     if attention == before:
         yield
         return
+    parts = [(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(attention)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        for config, own in parts:  # past the setter, which sets those of parts of the part, too
+            config._attn_implementation_internal = own
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Those of ``model`` and of its parts, whether or not these are models of transformers."""
+    found = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    declared = (getattr(config, name, None) for config in found for name in config.sub_configs)
+    return [*found, *(config for config in declared if config is not None)]
