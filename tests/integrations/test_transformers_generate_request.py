@@ -122,7 +122,7 @@ def test_layers_that_see_no_image_are_left_out() -> None:
     model: Any = MllamaForCausalLM(config).eval().to(DEVICE)
     expected, result = both(model, lambda: model.generate(PROMPTS, **SETTINGS, max_new_tokens=5))
     assert torch.equal(result, expected)
-    with pytest.raises(ValueError, match="layers with cross attention, .*: use a cache of transformers"):
+    with pytest.raises(ValueError, match=r"layers with cross attention, .*: use a cache of transformers"):
         qgemm.KeyValueCache(config, 1, 64)
 
 
