@@ -201,6 +201,33 @@ def test_a_model_that_was_changed_is_seen(graphs: list[Any]) -> None:
         assert len(graphs) == 2 * (count + 1), "it isn't captured anew"
 
 
+def test_what_changes_inside_of_an_attribute_is_seen(graphs: list[Any]) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_alpha=64)
+    model = peft.get_peft_model(FAMILIES["llama"]().model.to(DEVICE), settings)
+    base = model.get_base_model()
+    qgemm.fast_generate(base)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    base.generate(PROMPTS, **options)
+
+    def scale_attention(factor: float) -> None:
+        for layer in base.model.layers:
+            layer.self_attn.scaling = factor * layer.self_attn.scaling
+
+    changes: list[Callable[[], object]] = [
+        lambda: [layer.self_attn.q_proj.scale_layer(3.0) for layer in base.model.layers],
+        model.merge_adapter,
+        lambda: [scale_attention(2.0), scale_attention(4.0)],  # the last number may lie where the first one was
+        lambda: setattr(base.config, "max_position_embeddings", 77),
+    ]
+    for count, change in enumerate(changes, 1):
+        assert len(graphs) == 2 * count
+        change()
+        assert torch.equal(base.generate(PROMPTS, **options), type(base).generate(base, PROMPTS, **options))
+        assert len(graphs) == 2 * (count + 1), "it isn't captured anew"
+
+
 def test_draws_are_replayed(graphs: list[Any]) -> None:
     model: Any = FAMILIES["llama"]().model.to(DEVICE)
     options = {"max_new_tokens": 30, "do_sample": True, "top_p": 0.9, "repetition_penalty": 1.3, "pad_token_id": 0}

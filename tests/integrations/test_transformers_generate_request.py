@@ -91,6 +91,19 @@ def test_positions_of_one_row_are_those_of_all(llama: Any, monkeypatch: pytest.M
     assert torch.equal(result, expected)
 
 
+def test_adapters_of_each_prompt_are_given_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(FAMILIES["llama"]().model.to(DEVICE), settings).eval()
+    names = ["default", "__base__", "default"]
+    options = {**SETTINGS, "input_ids": PROMPTS, "adapter_names": names, "max_new_tokens": 5}
+    expected = model.generate(**options)
+    monkeypatch.setattr(loop, "MAX_PROMPT_VALUES", 1)
+    qgemm.fast_generate(model)
+    assert torch.equal(model.generate(**options), expected)
+
+
 def test_no_custom_generate(llama: Any) -> None:
     expected, result = both(llama, lambda: llama.generate(PROMPTS, **SETTINGS, max_new_tokens=5, custom_generate=None))
     assert torch.equal(result, expected)

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -46,7 +46,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.decoders: Decoders | None = None
-        self.fingerprint = 0
+        self.fingerprint: Hashable = None
         self.cache_dtype: torch.dtype | None = None
         self.running = threading.Lock()
         self.told: set[str] = set()

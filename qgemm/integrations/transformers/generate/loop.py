@@ -127,7 +127,10 @@ class Loop:
         config = self._model.config.get_text_config(decoder=True)
         rope = getattr(config, "rope_parameters", None)  # nested where layers differ
         looks_at_lengths = any(kind in str(rope) for kind in ("dynamic", "longrope"))  # those of all prompts
-        if looks_at_lengths or self._model._compiled_call_impl is not None or "forward" in vars(self._model):
+        parts = (module for module in self._model.modules() if module is not self._model)
+        hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts)  # by PEFT, to know each sequence
+        compiled = self._model._compiled_call_impl is not None
+        if looks_at_lengths or hooked or compiled or "forward" in vars(self._model):
             return self._request.batch
         together: int = MAX_PROMPT_VALUES // (config.hidden_size * self._request.new)
         return max(1, together)
