@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PreTrainedModel, StaticCache
 
 import qgemm
-from qgemm.integrations.transformers.generate.contexts import attending
 from qgemm.integrations.transformers.generate.replay import CaptureError, GraphMemory, Replayed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -170,11 +169,11 @@ def test_a_cache_is_continued(graphs: list[Any], make: Callable[[PreTrainedModel
             ours.reset()
             theirs.reset()
         result = llama.generate(prompts, attention_mask=mask, past_key_values=ours, **options)
-        with attending(llama, "sdpa" if isinstance(ours, StaticCache) else "qgemm"):
-            own: Any = type(llama)
-            # On a GPU it would compile the step, and a model that has been compiled is captured anew.
-            whole = {**options, "disable_compile": True}
-            expected = own.generate(llama, prompts, attention_mask=mask, past_key_values=theirs, **whole)
+        llama.set_attn_implementation("sdpa" if isinstance(ours, StaticCache) else "qgemm")
+        # On a GPU it would compile the step, and a model that has been compiled is captured anew.
+        whole = {**options, "disable_compile": True}
+        expected = type(llama).generate(llama, prompts, attention_mask=mask, past_key_values=theirs, **whole)
+        llama.set_attn_implementation("sdpa")
         assert torch.equal(result, expected)
         prompts = torch.cat([result, result[:, :2]], dim=1)
         mask = torch.cat([mask, mask.new_ones(3, 7)], dim=1)

@@ -1,5 +1,6 @@
 """Calls of ``fast_generate`` by what is in them: the tokens and the cache are those of transformers' own loop."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from families import FAMILIES, VOCABULARY
 from torch import Tensor
 from transformers import DynamicCache, MllamaForCausalLM, MllamaTextConfig, PreTrainedModel
 from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 import qgemm
 from qgemm.integrations.transformers.generate import loop
@@ -146,3 +148,40 @@ def test_parts_of_a_model_keep_the_attention_that_they_have() -> None:
     model.generate(PROMPTS, **SETTINGS, max_new_tokens=2)
     parts = (model.config, model.config.text_config, model.config.vision_config)
     assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
+
+
+def test_a_call_that_ends_leaves_the_attention_to_another(llama: Any) -> None:
+    """Masks of one attention are wrong for another: here the second call has a mask when the first one ends."""
+    options = {**SETTINGS, "max_new_tokens": 5}
+    llama.set_attn_implementation("eager")
+    expected = llama.generate(PROMPTS[1:], **options)
+    has_mask, ended = threading.Event(), threading.Event()
+    results: list[Tensor] = []
+    other = threading.Thread(target=lambda: results.append(llama.generate(PROMPTS[1:], **options)))
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is other and not has_mask.is_set():
+            has_mask.set()
+            assert ended.wait(30)
+
+    class StartsTheOther(BaseStreamer):
+        def put(self, value: Tensor) -> None:
+            if not has_mask.is_set():
+                other.start()
+                assert has_mask.wait(30)
+
+        def end(self) -> None:
+            pass
+
+    qgemm.fast_generate(llama)
+    hook = llama.model.layers[0].register_forward_pre_hook(wait)
+    try:
+        with pytest.warns(UserWarning, match="running another generate"):
+            llama.generate(PROMPTS[:1], **options, streamer=StartsTheOther())
+        ended.set()
+        other.join()
+        assert torch.equal(results[0], expected)
+        assert llama.config._attn_implementation == "eager"
+    finally:
+        hook.remove()
+        llama.set_attn_implementation("sdpa")

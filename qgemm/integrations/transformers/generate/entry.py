@@ -21,7 +21,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDeco
 
 from qgemm.integrations.transformers.batching import use_in_batches
 from qgemm.integrations.transformers.cache import ARGUMENT, check_cache_dtype
-from qgemm.integrations.transformers.generate.contexts import Context, make_context, use_context
+from qgemm.integrations.transformers.generate.contexts import Attention, Context, make_context, use_context
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders
 from qgemm.integrations.transformers.generate.fingerprint import fingerprint
@@ -49,6 +49,7 @@ class _Kept:
         self.fingerprint: Hashable = None
         self.cache_dtype: torch.dtype | None = None
         self.running = threading.Lock()
+        self.attention = Attention()
         self.told: set[str] = set()
         self.unfit = ""
         """Why the model's attention isn't for a ``KeyValueCache``, once that is known."""
@@ -95,6 +96,7 @@ def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
         return _through_loop(model, *arguments, **options)
     except NotCovered as reason:
         _tell(model, reason)
+    with _kept(model).attention.call():
         return type(model).generate(model, *arguments, **options)
 
 
@@ -111,7 +113,8 @@ def generate(model: PreTrainedModel, input_ids: Tensor, cache_dtype: torch.dtype
         method = getattr(type(model), GENERATION_MODES_MAPPING[mode])
         if "inputs_tensor" in inspect.signature(method).parameters:
             prepared["inputs_tensor"] = input_ids
-        return method(model, input_ids, **prepared)
+        with _kept(model).attention.call():
+            return method(model, input_ids, **prepared)
 
 
 def _tell(model: PreTrainedModel, reason: NotCovered) -> None:
@@ -196,7 +199,7 @@ def decode(
     home, device = input_ids.device, model.device  # transformers moves inputs to the model, too
     input_ids = input_ids.to(device)
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    with _running(model) as kept, _plain_tensors(model, inputs.get(ARGUMENT)):
+    with _running(model) as kept, kept.attention.call(), _plain_tensors(model, inputs.get(ARGUMENT)):
         if kept.unfit:
             raise NotCovered(kept.unfit)
         check_prepared(model, input_ids, inputs)
@@ -214,6 +217,7 @@ def decode(
         loop = Loop(model, request, context, decoder, ahead, tell, free)
         lent = request.cache is not None or generation_config.return_dict_in_generate
         try:
+            kept.attention.use(model, context.attention)
             sequences = loop.run(streamer).to(home)
         except UnfitAttentionError as error:
             kept.unfit = error.reason
@@ -230,7 +234,7 @@ def decode(
 
 
 def _take(kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dtype | None) -> tuple[Context, Decoder]:
-    now = fingerprint(model)
+    now = (kept.attention.own(model), fingerprint(model))
     if kept.decoders is None or kept.fingerprint != now:
         kept.decoders = Decoders(model.device, process_group(model) is not None)
         kept.fingerprint = now

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
-_OF_MODULES = frozenset(vars(nn.Module()))
+# A module's own are looked at one by one; which attention a call has is its caller's affair.
+_LEFT_OUT = frozenset((*vars(nn.Module()), "_attn_implementation_internal"))
 MAX_VALUES = 64
 """Of a list or a dictionary: longer ones are tables, which an attribute has or hasn't."""
 
@@ -16,7 +17,7 @@ MAX_VALUES = 64
 def fingerprint(model: PreTrainedModel) -> Hashable:
     """Attributes of modules and the config: numbers and strings, in lists and dictionaries too, others by identity.
 
-    Of modules also hooks, and addresses of tensors. About 4 us a module. What changes inside of other objects isn't seen.
+    Of modules also hooks, and addresses of tensors. About 4 us a module. Changes inside of other objects aren't seen.
     """
     config = model.config
     configs = {id(each): each for each in (config, config.get_text_config(decoder=True))}
@@ -35,7 +36,7 @@ def _of(module: nn.Module) -> Hashable:
 
 
 def _of_attributes(owner: object) -> Hashable:
-    return tuple([_of_value(value) for name, value in vars(owner).items() if name not in _OF_MODULES])
+    return tuple([_of_value(value) for name, value in vars(owner).items() if name not in _LEFT_OUT])
 
 
 def _of_value(value: object) -> Hashable:

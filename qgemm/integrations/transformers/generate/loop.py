@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from qgemm.integrations.transformers.cache import ARGUMENT
-from qgemm.integrations.transformers.generate.contexts import Context, attending
+from qgemm.integrations.transformers.generate.contexts import Context
 from qgemm.integrations.transformers.generate.decoder import Decoder
 from qgemm.integrations.transformers.generate.replay import CaptureError, Replayed
 from qgemm.integrations.transformers.generate.request import Request
@@ -56,7 +56,7 @@ class Loop:
 
     def run(self, streamer: BaseStreamer | None) -> Tensor:
         """The prompts and their new tokens, [B, S + steps]."""
-        with self._decoder.in_order(), attending(self._model, self._context.attention):
+        with self._decoder.in_order():
             used = self._context.used
             try:
                 self._prefill()
