@@ -130,6 +130,9 @@ class StaticContext:
         if not all(type(layer) is StaticLayer for layer in cache.layers):
             kinds = sorted({type(layer).__name__ for layer in cache.layers} - {"StaticLayer"})
             raise NotCovered(f"the cache has layers of the kind {', '.join(kinds)}")
+        for module in model.modules():
+            if hasattr(module, "layer_idx") and not getattr(module, "is_causal", True):
+                raise NotCovered(f"{type(module).__name__} sees the tokens that are to come")
         self.cache: Cache = cache
         self.capacity: int = cache.get_max_length()
         self.used = int(cache.get_seq_length())

@@ -216,10 +216,12 @@ def decode(
         free = kept.decoders.free if group is None else lambda: False
         loop = Loop(model, request, context, decoder, ahead, tell, free)
         lent = request.cache is not None or generation_config.return_dict_in_generate
+        used = context.used
         try:
             kept.attention.use(model, context.attention)
             sequences = loop.run(streamer).to(home)
         except UnfitAttentionError as error:
+            context.rewind(used)  # transformers' loop goes on with a cache of the caller's
             kept.unfit = error.reason
             raise NotCovered(kept.unfit) from error
         finally:
