@@ -87,7 +87,7 @@ def test_attention_in_another_way_goes_to_transformers(name: str, settings: dict
 
 @pytest.mark.parametrize(
     "make",
-    [lambda config: qgemm.KeyValueCache(config, 3, 64, device=DEVICE), lambda config: transformers.StaticCache(config, 64)],
+    [lambda it: qgemm.KeyValueCache(it, 3, 64, device=DEVICE), lambda it: transformers.StaticCache(it, 64)],
     ids=["qgemm", "static"],
 )
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "JetMoeForCausalLM", "DogeForCausalLM"])
