@@ -28,7 +28,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import qgemm
 from qgemm.integrations.transformers.generate import loop
-from qgemm.integrations.transformers.generate.contexts import attending
 from qgemm.integrations.transformers.generate.entry import decode
 from qgemm.integrations.transformers.generate.stopping import Stops
 
@@ -278,10 +277,9 @@ def test_a_dict_has_a_cache_of_its_own(llama: PreTrainedModel) -> None:
 
 def test_a_cache_in_int8(llama: PreTrainedModel) -> None:
     options: dict[str, Any] = {"input_ids": PROMPTS.to(DEVICE), "max_new_tokens": 12, "do_sample": False, **NO_END}
-    with attending(llama, "qgemm"):
-        expected = llama.generate(
-            **options, past_key_values=qgemm.KeyValueCache(llama.config, 3, 40, torch.int8, DEVICE)
-        )
+    llama.set_attn_implementation("qgemm")
+    expected = llama.generate(**options, past_key_values=qgemm.KeyValueCache(llama.config, 3, 40, torch.int8, DEVICE))
+    llama.set_attn_implementation("sdpa")
     explicit = llama.generate(**options, custom_generate=qgemm.generate, cache_dtype=torch.int8)
     qgemm.fast_generate(llama, cache_dtype=torch.int8)
     result = llama.generate(**options, return_dict_in_generate=True)

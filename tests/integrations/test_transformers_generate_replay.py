@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PreTrainedModel, StaticCache
 
 import qgemm
-from qgemm.integrations.transformers.generate.contexts import attending
 from qgemm.integrations.transformers.generate.replay import CaptureError, GraphMemory, Replayed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -170,11 +169,11 @@ def test_a_cache_is_continued(graphs: list[Any], make: Callable[[PreTrainedModel
             ours.reset()
             theirs.reset()
         result = llama.generate(prompts, attention_mask=mask, past_key_values=ours, **options)
-        with attending(llama, "sdpa" if isinstance(ours, StaticCache) else "qgemm"):
-            own: Any = type(llama)
-            # On a GPU it would compile the step, and a model that has been compiled is captured anew.
-            whole = {**options, "disable_compile": True}
-            expected = own.generate(llama, prompts, attention_mask=mask, past_key_values=theirs, **whole)
+        llama.set_attn_implementation("sdpa" if isinstance(ours, StaticCache) else "qgemm")
+        # On a GPU it would compile the step, and a model that has been compiled is captured anew.
+        whole = {**options, "disable_compile": True}
+        expected = type(llama).generate(llama, prompts, attention_mask=mask, past_key_values=theirs, **whole)
+        llama.set_attn_implementation("sdpa")
         assert torch.equal(result, expected)
         prompts = torch.cat([result, result[:, :2]], dim=1)
         mask = torch.cat([mask, mask.new_ones(3, 7)], dim=1)
@@ -198,6 +197,33 @@ def test_a_model_that_was_changed_is_seen(graphs: list[Any]) -> None:
         with torch.no_grad():
             change()
         assert torch.equal(model.generate(PROMPTS, **options), type(model).generate(model, PROMPTS, **options))
+        assert len(graphs) == 2 * (count + 1), "it isn't captured anew"
+
+
+def test_what_changes_inside_of_an_attribute_is_seen(graphs: list[Any]) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_alpha=64)
+    model = peft.get_peft_model(FAMILIES["llama"]().model.to(DEVICE), settings)
+    base = model.get_base_model()
+    qgemm.fast_generate(base)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    base.generate(PROMPTS, **options)
+
+    def scale_attention(factor: float) -> None:
+        for layer in base.model.layers:
+            layer.self_attn.scaling = factor * layer.self_attn.scaling
+
+    changes: list[Callable[[], object]] = [
+        lambda: [layer.self_attn.q_proj.scale_layer(3.0) for layer in base.model.layers],
+        model.merge_adapter,
+        lambda: [scale_attention(2.0), scale_attention(4.0)],  # the last number may lie where the first one was
+        lambda: setattr(base.config, "max_position_embeddings", 77),
+    ]
+    for count, change in enumerate(changes, 1):
+        assert len(graphs) == 2 * count
+        change()
+        assert torch.equal(base.generate(PROMPTS, **options), type(base).generate(base, PROMPTS, **options))
         assert len(graphs) == 2 * (count + 1), "it isn't captured anew"
 
 

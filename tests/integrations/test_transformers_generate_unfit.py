@@ -1,5 +1,6 @@
 """``fast_generate`` with attention that a ``KeyValueCache`` isn't for: transformers' own loop, and a warning."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -82,6 +83,26 @@ def test_attention_in_another_way_goes_to_transformers(name: str, settings: dict
             type(model).generate(
                 model, **options, past_key_values=qgemm.KeyValueCache(model.config, 3, 64, device=DEVICE)
             )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda it: qgemm.KeyValueCache(it, 3, 64, device=DEVICE), lambda it: transformers.StaticCache(it, 64)],
+    ids=["qgemm", "static"],
+)
+@pytest.mark.parametrize("name", ["BertLMHeadModel", "JetMoeForCausalLM", "DogeForCausalLM"])
+def test_a_cache_of_the_callers_is_as_it_was(name: str, make: Any) -> None:
+    torch.manual_seed(0)
+    cls = getattr(transformers, name)
+    model: Any = cls(cls.config_class(**UNFIT[name][0])).eval().to(DEVICE)
+    options = {"input_ids": PROMPTS.to(DEVICE), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(**options, past_key_values=make(model.config))
+    cache = make(model.config)
+    qgemm.fast_generate(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(model.generate(**options, past_key_values=cache), expected)
+    assert cache.get_seq_length() == 7 + 5
 
 
 def test_decoding_of_a_class_goes_to_it() -> None:

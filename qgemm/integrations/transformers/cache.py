@@ -121,12 +121,13 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         ``fresh``: those of this forward.
         """
         keys, values, k_scale, v_scale = stores
-        self.tokens.unread = not (self.tokens.told_of_mask or torch.compiler.is_compiling())
+        has_reader = self.config._attn_implementation == ATTENTION
+        self.tokens.unread = has_reader and not (self.tokens.told_of_mask or torch.compiler.is_compiling())
         if k_scale is None or v_scale is None:
             return keys, values
         about: Any = keys.about  # type: ignore[attr-defined]
         about.fresh = None
-        if self.config._attn_implementation == ATTENTION:
+        if has_reader:
             if fresh is not None and self.tokens.used == fresh[0].shape[2]:
                 about.fresh = fresh
             return keys, values
@@ -381,6 +382,10 @@ def _windows(config: PreTrainedConfig, max_length: int) -> Sequence[int | None]:
     types = getattr(config, "layer_types", None) or []
     if "chunked_attention" in types or (not types and getattr(config, "attention_chunk_size", None)):
         raise ValueError("a KeyValueCache has no chunked attention: use transformers' StaticCache")
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            "the model has layers with cross attention, which keep keys of images or none: use a cache of transformers"
+        )
     # transformers' own rules, for all of its models; its layers take no memory before their first token.
     for layer in StaticCache(config, max_cache_len=max_length).layers:
         if type(layer) is StaticLayer:

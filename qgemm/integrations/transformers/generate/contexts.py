@@ -7,12 +7,13 @@ with the model's own attention over all of its places: for models that qgemm's d
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Generator, Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, StaticCache
+from transformers import Cache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from qgemm.integrations.transformers.batching import check_no_batches
@@ -129,6 +130,9 @@ class StaticContext:
         if not all(type(layer) is StaticLayer for layer in cache.layers):
             kinds = sorted({type(layer).__name__ for layer in cache.layers} - {"StaticLayer"})
             raise NotCovered(f"the cache has layers of the kind {', '.join(kinds)}")
+        for module in model.modules():
+            if hasattr(module, "layer_idx") and not getattr(module, "is_causal", True):
+                raise NotCovered(f"{type(module).__name__} sees the tokens that are to come")
         self.cache: Cache = cache
         self.capacity: int = cache.get_max_length()
         self.used = int(cache.get_seq_length())
@@ -184,19 +188,54 @@ def use_context(cache: Cache, model: PreTrainedModel, batch: int) -> Context:
     raise NotCovered(f"{ARGUMENT} is a {type(cache).__name__}")
 
 
-@contextlib.contextmanager
-def attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """With the attention of that name, whatever ``model`` has otherwise.
+class Attention:
+    """Which attention a model has while calls run through it, perhaps in several threads.
 
-    Raises ``ValueError`` while ``model`` runs continuous batching.
+    A forward whose mask was made for one attention mustn't go on with another: the last call of all restores it.
     """
-    check_no_batches(model)
-    before = model.config._attn_implementation
-    if attention == before:
-        yield
-        return
-    model.set_attn_implementation(attention)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+
+    def __init__(self) -> None:
+        """There is no call yet."""
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._before: list[tuple[PreTrainedConfig, str | None]] = []
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around each call, whatever its attention is."""
+        with self._lock:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                if not self._calls:
+                    for config, own in self._before:  # past the setter, which sets those of parts of the part, too
+                        config._attn_implementation_internal = own
+                    self._before = []
+
+    def use(self, model: PreTrainedModel, attention: str) -> None:
+        """Gives ``model`` the attention of that name, in a call.
+
+        Raises ``ValueError`` while ``model`` runs continuous batching.
+        """
+        check_no_batches(model)
+        with self._lock:
+            if attention != model.config._attn_implementation:
+                before = [(config, config._attn_implementation) for config in _configs(model)]
+                self._before = self._before or before
+                model.set_attn_implementation(attention)
+
+    def own(self, model: PreTrainedModel) -> str | None:
+        """The one that ``model`` has without any call."""
+        with self._lock:
+            before = self._before
+            return before[0][1] if before else model.config._attn_implementation
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Those of ``model`` and of its parts, whether or not these are models of transformers."""
+    found = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    declared = (getattr(config, name, None) for config in found for name in config.sub_configs)
+    return [*found, *(config for config in declared if config is not None)]

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDeco
 
 from qgemm.integrations.transformers.batching import use_in_batches
 from qgemm.integrations.transformers.cache import ARGUMENT, check_cache_dtype
-from qgemm.integrations.transformers.generate.contexts import Context, make_context, use_context
+from qgemm.integrations.transformers.generate.contexts import Attention, Context, make_context, use_context
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders
 from qgemm.integrations.transformers.generate.fingerprint import fingerprint
@@ -39,7 +39,6 @@ from qgemm.warn import warn_user
 
 # The attribute of a model with what it keeps between calls, and of a cache with its decoder.
 _KEPT = "_qgemm_generate"
-_SIGNATURE = inspect.signature(GenerationMixin.generate)
 
 
 class _Kept:
@@ -47,9 +46,10 @@ class _Kept:
 
     def __init__(self) -> None:
         self.decoders: Decoders | None = None
-        self.fingerprint = 0
+        self.fingerprint: Hashable = None
         self.cache_dtype: torch.dtype | None = None
         self.running = threading.Lock()
+        self.attention = Attention()
         self.told: set[str] = set()
         self.unfit = ""
         """Why the model's attention isn't for a ``KeyValueCache``, once that is known."""
@@ -96,6 +96,7 @@ def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
         return _through_loop(model, *arguments, **options)
     except NotCovered as reason:
         _tell(model, reason)
+    with _kept(model).attention.call():
         return type(model).generate(model, *arguments, **options)
 
 
@@ -112,7 +113,8 @@ def generate(model: PreTrainedModel, input_ids: Tensor, cache_dtype: torch.dtype
         method = getattr(type(model), GENERATION_MODES_MAPPING[mode])
         if "inputs_tensor" in inspect.signature(method).parameters:
             prepared["inputs_tensor"] = input_ids
-        return method(model, input_ids, **prepared)
+        with _kept(model).attention.call():
+            return method(model, input_ids, **prepared)
 
 
 def _tell(model: PreTrainedModel, reason: NotCovered) -> None:
@@ -125,9 +127,7 @@ def _kept(model: PreTrainedModel) -> _Kept:
 
 
 def _through_loop(model: Any, *arguments: Any, **options: Any) -> Any:
-    options = dict(_SIGNATURE.bind_partial(model, *arguments, **options).arguments)
-    options.update(options.pop("kwargs", {}))
-    del options["self"]
+    options = _by_name(model, arguments, options)
     if options.get("custom_generate") is not None:
         return type(model).generate(model, **options)
     if options.get("assistant_model") is not None:
@@ -138,8 +138,19 @@ def _through_loop(model: Any, *arguments: Any, **options: Any) -> Any:
     # A custom_generate isn't given the streamer, nor its stop strings a tokenizer.
     streamer = options.pop("streamer", None)
     _add_stop_strings(model, options)
-    custom = functools.partial(decode, streamer=streamer, cache_dtype=_kept(model).cache_dtype)
-    return type(model).generate(model, custom_generate=custom, **options)
+    options["custom_generate"] = functools.partial(decode, streamer=streamer, cache_dtype=_kept(model).cache_dtype)
+    return type(model).generate(model, **options)
+
+
+def _by_name(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call, by the names that they have in the class of ``model``."""
+    signature = inspect.signature(type(model).generate)
+    named = dict(signature.bind_partial(model, *arguments, **options).arguments)
+    del named["self"]
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(parameter.name, {}))
+    return named
 
 
 def _add_stop_strings(model: PreTrainedModel, options: dict[str, Any]) -> None:
@@ -188,7 +199,7 @@ def decode(
     home, device = input_ids.device, model.device  # transformers moves inputs to the model, too
     input_ids = input_ids.to(device)
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    with _running(model) as kept, _plain_tensors(model, inputs.get(ARGUMENT)):
+    with _running(model) as kept, kept.attention.call(), _plain_tensors(model, inputs.get(ARGUMENT)):
         if kept.unfit:
             raise NotCovered(kept.unfit)
         check_prepared(model, input_ids, inputs)
@@ -205,9 +216,12 @@ def decode(
         free = kept.decoders.free if group is None else lambda: False
         loop = Loop(model, request, context, decoder, ahead, tell, free)
         lent = request.cache is not None or generation_config.return_dict_in_generate
+        used = context.used
         try:
+            kept.attention.use(model, context.attention)
             sequences = loop.run(streamer).to(home)
         except UnfitAttentionError as error:
+            context.rewind(used)  # transformers' loop goes on with a cache of the caller's
             kept.unfit = error.reason
             raise NotCovered(kept.unfit) from error
         finally:
@@ -222,7 +236,7 @@ def decode(
 
 
 def _take(kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dtype | None) -> tuple[Context, Decoder]:
-    now = fingerprint(model)
+    now = (kept.attention.own(model), fingerprint(model))
     if kept.decoders is None or kept.fingerprint != now:
         kept.decoders = Decoders(model.device, process_group(model) is not None)
         kept.fingerprint = now

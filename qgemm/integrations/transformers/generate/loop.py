@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from qgemm.integrations.transformers.cache import ARGUMENT
-from qgemm.integrations.transformers.generate.contexts import Context, attending
+from qgemm.integrations.transformers.generate.contexts import Context
 from qgemm.integrations.transformers.generate.decoder import Decoder
 from qgemm.integrations.transformers.generate.replay import CaptureError, Replayed
 from qgemm.integrations.transformers.generate.request import Request
@@ -56,7 +56,7 @@ class Loop:
 
     def run(self, streamer: BaseStreamer | None) -> Tensor:
         """The prompts and their new tokens, [B, S + steps]."""
-        with self._decoder.in_order(), attending(self._model, self._context.attention):
+        with self._decoder.in_order():
             used = self._context.used
             try:
                 self._prefill()
@@ -104,6 +104,8 @@ class Loop:
         if queued > taken:
             self._context.rewind(prefilled + taken - 1)
             _rewind_generator(progress.logits.device, offsets[taken - 1])
+        if sampler.draws:
+            progress.check_draws(taken)
         if streamer is not None:
             streamer.end()
         return taken
@@ -125,7 +127,10 @@ class Loop:
         config = self._model.config.get_text_config(decoder=True)
         rope = getattr(config, "rope_parameters", None)  # nested where layers differ
         looks_at_lengths = any(kind in str(rope) for kind in ("dynamic", "longrope"))  # those of all prompts
-        if looks_at_lengths or self._model._compiled_call_impl is not None or "forward" in vars(self._model):
+        parts = (module for module in self._model.modules() if module is not self._model)
+        hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts)  # by PEFT, to know each sequence
+        compiled = self._model._compiled_call_impl is not None
+        if looks_at_lengths or hooked or compiled or "forward" in vars(self._model):
             return self._request.batch
         together: int = MAX_PROMPT_VALUES // (config.hidden_size * self._request.new)
         return max(1, together)

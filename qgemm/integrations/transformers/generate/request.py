@@ -130,7 +130,7 @@ def read_request(
     cache = inputs.get(ARGUMENT)
     cached = 0 if cache is None else int(cache.get_seq_length())
     if isinstance(cache, DynamicCache):
-        if cached:
+        if cached or getattr(cache, "_is_user_defined", False):  # by generate, which makes one otherwise
             raise NotCovered(f"{ARGUMENT} is a cache that grows; a StaticCache can be continued")
         cache = None
     mask = inputs.get("attention_mask")
@@ -143,12 +143,15 @@ def read_request(
     positions: Tensor | None = inputs.get("position_ids")
     if positions is None:
         raise NotCovered("the model takes no position_ids")
+    if positions.shape[-2] == 1:
+        positions = positions.expand(*positions.shape[:-2], input_ids.shape[0], -1)
     padding = settings._pad_token_tensor
     stops = Stops(criteria, input_ids.device)
+    max_length = settings.max_length if stops.max_length is None else stops.max_length
     return Request(
         input_ids=input_ids,
         new=new,
-        steps=settings.max_length - length,
+        steps=max(1, max_length - length),  # criteria are asked after a token
         cache=cache,
         attention_mask=_left_padding(mask),
         position_ids=positions[..., positions.shape[-1] - new :],

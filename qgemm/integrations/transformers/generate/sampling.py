@@ -36,6 +36,7 @@ class Progress:
     ``token [B, 1]`` and ``position [..., B, 1]`` are the next step's input, ``step [1]`` is how many tokens there are,
     ``finished [B]`` says which rows have ended. Row i of ``rows [steps, B + 1]``
     has the tokens of step i, and whether all rows have ended. ``logits [B, V]`` are those of the last forward.
+    Row i of ``largest [steps, B]`` has the largest scores of step i, of which tokens were drawn.
     """
 
     def __init__(self, batch: int, steps: int, position: Tensor, device: torch.device) -> None:
@@ -43,6 +44,7 @@ class Progress:
         self.token = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
         self.rows = torch.zeros((steps, batch + 1), dtype=torch.int64, device=device)
+        self.largest = torch.zeros((steps, batch), device=device)
         self.logits = torch.empty((batch, 0), device=device)
         # What counts up is in one tensor: a step is made of small kernels, and each has its price.
         self._counters = torch.zeros(position.numel() + 1, dtype=torch.int64, device=device)
@@ -62,6 +64,15 @@ class Progress:
         """Counts a step, whose tokens are the first of the largest ``scores`` [B, V]: ``dispatch.choose_tokens``."""
         of_largest = (self.token, self.rows, self._counters, self.finished)
         torch.ops.qgemm.choose_tokens(scores, *of_largest, ends, padding, minimum)
+
+    def check_draws(self, steps: int) -> None:
+        """Raises ``RuntimeError`` if tokens of the first ``steps`` were drawn from what is no distribution."""
+        wrong = (~self.largest[:steps].isfinite()).any(-1).nonzero()
+        if len(wrong):
+            raise RuntimeError(
+                f"the scores of new token {int(wrong[0]) + 1} are NaN or infinite, and nothing can be drawn from them: "
+                "look for overflow in the model, or for processors that allow no token"
+            )
 
     def finish(self, ended: Tensor) -> None:
         """Notes that the rows ``ended`` [B] have ended with the step that was counted last."""
@@ -229,6 +240,7 @@ class Sampler:
         if self.draws:
             # torch.multinomial waits for the device to check its argument. What softmax divides by makes no difference.
             most = _in_parts(scores).amax(-1).amax(-1, keepdim=True)
+            progress.largest.index_copy_(0, progress.step, most.T)
             scores = (scores - most).exp_() / torch.empty_like(scores).exponential_()
         elif scores.dtype not in FLOAT_DTYPES:
             scores = scores.float()

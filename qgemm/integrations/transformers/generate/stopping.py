@@ -48,7 +48,7 @@ class _StopStrings:
 
 
 class Stops:
-    """All criteria of a call. ``deadline`` is in ``time.time()``'s seconds, or None.
+    """All criteria of a call. ``deadline`` is in ``time.time()``'s seconds, ``max_length`` in tokens; or None.
 
     ``ends`` are the tokens that end a row, ``end_tokens`` a tensor of them, or None without any. ``pads`` says that a
     row that has ended goes on with padding. Stops with one ``key`` do the same on the device.
@@ -57,6 +57,7 @@ class Stops:
     def __init__(self, criteria: Sequence[StoppingCriteria], device: torch.device) -> None:
         """Raises ``NotCovered`` for a criterion that isn't known."""
         self.deadline: float | None = None
+        self.max_length: int | None = None
         self.pads = False
         self.ends: list[int] = []
         self._strings: list[_StopStrings] = []
@@ -70,7 +71,10 @@ class Stops:
             elif type(criterion) is MaxTimeCriteria:
                 deadline = criterion.initial_timestamp + criterion.max_time
                 self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
-            elif type(criterion) is not MaxLengthCriteria:
+            elif type(criterion) is MaxLengthCriteria:
+                length = criterion.max_length
+                self.max_length = length if self.max_length is None else min(self.max_length, length)
+            else:
                 raise NotCovered(f"it knows no stopping criterion {type(criterion).__name__}")
         self.end_tokens = torch.tensor(self.ends, device=device) if self.ends else None
         self.key: Hashable = (tuple(self.ends), *(rule.key for rule in self._strings))
