@@ -62,7 +62,8 @@ _ALIKE: dict[str, tuple[str, ...]] = {
 def contradicts(method: str, found: Recognized) -> bool:
     """Whether tensors that are ``found`` can't be of ``method``, as which a ``quantization_config`` has them."""
     if method in (auto_round.QUANT_METHOD, auto_round.OLD_METHOD):
-        return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD)
+        # It has other layouts, too, for data types that its own config names.
+        return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD) and not found.unsaid
     may_look_so = bool(found.unsaid) and method in _ALIKE.get(found.format, ())
     return found.format != method and not may_look_so
 
