@@ -98,7 +98,10 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
         )
     if not contents.manifest.layers:
         check_no_pickles(folder)  # beside which a file of another name needn't be the model's
-        raise CheckpointError(f"{folder} says that it is {method}, but no file holds a quantized layer of that format")
+        raise CheckpointError(
+            f"{folder} says that it is {method}, but no file holds a quantized layer of that format: if its weights are "
+            "in float, take what says so out of its config, and call qgemm.quantize_model"
+        )
     return contents
 
 
@@ -107,6 +110,8 @@ def method_of(quantization: dict[str, Any], found: Recognized | None) -> tuple[A
     method = quantization.get("quant_method")
     if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
         method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
+    if method in modelopt.OTHER_NAMES:
+        method = modelopt.QUANT_METHOD
     if method is None and found is not None:
         marked = _marked(quantization)
         method = found.format if marked is None or contradicts(marked, found) else marked

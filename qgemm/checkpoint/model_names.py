@@ -170,7 +170,11 @@ def _in_one_scheme(
     """
     layers = contents.manifest.layers
     if any(layers[name].is_static for name in names):
-        raise CheckpointError(f"{config_path}: {path} has static activations, which qgemm doesn't compute for experts")
+        same = layers[names[0]].weight.dtype
+        raise CheckpointError(
+            f"{config_path}: {path} has static activations, which qgemm doesn't compute for experts: give a scheme to "
+            f"convert them to as they are loaded, such as scheme={same!r}, which keeps the weights"
+        )
     activation = next((layers[name].activation for name in names if layers[name].activation is not None), None)
     first = next((name for name in names if not layers[name].weight.symmetric), names[0])
     fused = layers[first].for_experts()
@@ -219,7 +223,8 @@ def _check_alike(contents: Contents, experts: Mapping[str, FloatExperts]) -> Non
     for gate, up in pairs:
         if not torch.equal(found[gate], found[up]):
             raise CheckpointError(
-                f"{contents.headers[up].path}: {up} differs from {gate}, and qgemm's experts have one scale for both"
+                f"{contents.headers[up].path}: {up} differs from {gate}, and qgemm's experts have one scale for both: "
+                "give a scheme to convert them to as they are loaded, such as scheme='int8'"
             )
 
 

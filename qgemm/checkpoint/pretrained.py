@@ -153,7 +153,8 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         )
     if cls.config_class.model_type != config["model_type"]:
         raise CheckpointError(
-            f"{path}: model_type is {config['model_type']!r}, but {names[0]} is of {cls.config_class.model_type!r}"
+            f"{path}: model_type is {config['model_type']!r}, but {names[0]} is of {cls.config_class.model_type!r}: "
+            "pass the float model, or a function that builds it, as model="
         )
     dtype = _FLOAT_DTYPES_BY_NAME.get(str(config.get("dtype")))
     if dtype is None:

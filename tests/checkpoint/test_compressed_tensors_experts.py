@@ -213,9 +213,10 @@ def test_static_experts_are_refused(tmp_path: Path) -> None:
         ),
     )
     with pytest.raises(
-        CheckpointError, match=r"0\.mlp\.experts has static activations, which qgemm doesn't compute for"
+        CheckpointError, match=r"0\.mlp\.experts has static activations, which qgemm doesn't compute .* scheme='int8'"
     ):
         qgemm.load_quantized(tmp_path / "foreign")
+    assert_same(qgemm.load_quantized(tmp_path / "foreign", scheme="int8"), model)
 
 
 def test_a_global_scale_of_gates_and_ups(tmp_path: Path) -> None:
@@ -228,9 +229,10 @@ def test_a_global_scale_of_gates_and_ups(tmp_path: Path) -> None:
     edit_tensors(tmp_path, replaced(f"{EXPERT}.weight_global_scale", lambda t: t * 2))
     gate = EXPERT.replace("up_proj", "gate_proj")
     with pytest.raises(
-        CheckpointError, match=rf"{EXPERT}\.weight_global_scale differs from {gate}\.weight_global_scale"
+        CheckpointError, match=rf"{EXPERT}\.weight_global_scale differs from {gate}\.weight_global_scale.*scheme='int8'"
     ):
         qgemm.load_quantized(tmp_path)
+    qgemm.load_quantized(tmp_path, scheme="int8")
 
 
 def test_global_scales_of_all_layers_are_read_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
