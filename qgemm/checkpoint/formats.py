@@ -99,8 +99,8 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
     if not contents.manifest.layers:
         check_no_pickles(folder)  # beside which a file of another name needn't be the model's
         raise CheckpointError(
-            f"{folder} says that it is {method}, but no file holds a quantized layer of that format: if its weights are "
-            "in float, take what says so out of its config, and call qgemm.quantize_model"
+            f"{folder} says that it is {method}, but no file holds a quantized layer of that format: if its weights "
+            "are in float, take what says so out of its config, and call qgemm.quantize_model"
         )
     return contents
 
