@@ -200,13 +200,15 @@ def _read_recognized(
 ) -> Contents:
     """The contents of files whose config is silent, or of another format. ``said``: what it says, as errors have it.
 
-    Raises ``CheckpointError`` for what they don't tell either.
+    Raises ``CheckpointError`` for what they don't tell either, and for a format that isn't read.
     """
     if found.unsaid:
         raise CheckpointError(
             f"{config_path} {said}, and the tensors, which are {found.format}'s, don't tell "
             f"{found.unsaid}: put the quantization_config there that their library wrote"
         )
+    if found.format not in _READERS:
+        raise unsupported(f"{config_path}: the tensors are {found.format}'s; the formats supported are {SUPPORTED}")
     if found.format == gptq.QUANT_METHOD:
         return gptq.read_without_config(stored, config_path)
     return _READERS[found.format](found.quantization, stored, config_path)
