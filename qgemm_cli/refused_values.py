@@ -39,6 +39,7 @@ class ValuesAsLoaded:
         try:
             found = find_matching(folder)
             self._contents, self._owners = found.contents, found.owners
+            contents.notes = found.contents.notes  # those of the model, too
         except (CheckpointError, ImportError) as error:
             if not isinstance(error, UnknownModel | ImportError):
                 self.refusal = str(error)

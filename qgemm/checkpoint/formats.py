@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ from qgemm.checkpoint.layout import (
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
 from qgemm.checkpoint.recognition import Recognized, contradicts, recognize
-from qgemm.checkpoint.requantize import requantize
+from qgemm.checkpoint.requantize import requantize, restore_float
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
 from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
+from qgemm.model.selection import listed
 from qgemm.model.swap_rules import find_rule, modules_around
 from qgemm.nn import linear_class
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
@@ -241,12 +243,17 @@ def settings(folder: Path, config: dict[str, Any]) -> Any:
 def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme: QuantScheme | None = None) -> None:
     """Puts a foreign checkpoint under the names of ``model``, checks its layers, and notes which tensors are tied.
 
-    ``scheme``: what its layers become. Raises ``CheckpointError`` for a layer that is neither linear in ``model`` nor,
+    ``scheme``: what its layers become. A layer that can't run quantized is restored to float, if it is the ``weight``
+    of its module, such as a router. Raises ``CheckpointError`` for any other that is neither linear in ``model`` nor,
     with others, its experts.
     """
     rename_as_model(contents, model)
     _leave_out(contents, model)
     _check_shapes(contents, model, config_path)
+    for layer in list(contents.manifest.layers):
+        module = find_module(model, layer)
+        if module is not None and _why_not(contents, model, layer, module):
+            restore_float(contents, layer, module)
     if scheme is not None:
         requantize(contents, model, scheme)
     fused = fuse_experts(contents, model, config_path)
@@ -256,21 +263,30 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme
             raise CheckpointError(
                 f"{config_path.parent} holds a quantized layer {layer!r}, which the model doesn't have"
             )
-        is_linear = type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ == "FalconLinear"
-        if not is_linear and layer not in fused:
-            try:
-                known = describe_experts(module).is_interleaved == contents.interleaves_experts
-            except UnknownExperts:
-                known = False
-            if not known:
-                raise CheckpointError(
-                    f"{config_path.parent} quantizes {layer}, a {type(module).__name__}, which qgemm can't compute"
-                )
-        if (rule := find_rule((type(holder), path) for holder, path in modules_around(model, layer))) is not None:
-            raise CheckpointError(
-                f"{config_path.parent} quantizes {layer}, which qgemm can't run quantized: {rule.reason}"
-            )
+        if reason := _why_not(contents, model, layer, module, fused):
+            raise CheckpointError(f"{config_path.parent} quantizes {layer}, {reason}")
+    if contents.restored:
+        names = listed(contents.restored, show=str)
+        contents.note(f"layers that qgemm can't run quantized are restored to float as they are loaded: {names}")
     contents.manifest.tied.update(_ties(model, contents.headers))
+
+
+def _why_not(contents: Contents, model: nn.Module, layer: str, module: nn.Module, fused: Container[str] = ()) -> str:
+    """Why ``module`` of ``model``, called ``layer``, can't run as one of the quantized layers; empty if it can.
+
+    ``fused``: the names of experts that were put together.
+    """
+    is_linear = type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ == "FalconLinear"
+    if not is_linear and layer not in fused:
+        try:
+            known = describe_experts(module).is_interleaved == contents.interleaves_experts
+        except UnknownExperts:
+            known = False
+        if not known:
+            return f"a {type(module).__name__}, which qgemm can't compute"
+    if (rule := find_rule((type(holder), path) for holder, path in modules_around(model, layer))) is not None:
+        return f"which qgemm can't run quantized: {rule.reason}"
+    return ""
 
 
 def _check_shapes(contents: Contents, model: nn.Module, config_path: Path) -> None:
