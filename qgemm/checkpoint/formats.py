@@ -33,7 +33,7 @@ from qgemm.checkpoint.layout import (
     read_json,
 )
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
-from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
+from qgemm.checkpoint.model_names import fuse_experts, merge_float_experts, rename_as_model
 from qgemm.checkpoint.recognition import Recognized, contradicts, recognize
 from qgemm.checkpoint.requantize import requantize, restore_float
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
@@ -257,6 +257,7 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme
     if scheme is not None:
         requantize(contents, model, scheme)
     fused = fuse_experts(contents, model, config_path)
+    merge_float_experts(contents, model)
     for layer in contents.manifest.layers:
         module = find_module(model, layer)
         if module is None:

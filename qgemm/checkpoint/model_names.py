@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.pretrained import is_pretrained
-from qgemm.checkpoint.tensors import split_name
+from qgemm.checkpoint.tensors import find_module, split_name
 from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
 from qgemm.scheme import QuantScheme, TensorScheme
@@ -27,6 +27,7 @@ from qgemm.scheme import QuantScheme, TensorScheme
 _CPU = torch.device("cpu")
 # What the linear layers of an expert are called: gate, up, down.
 _LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_DOWN = [leaves[2] for leaves in _LEAVES]
 
 
 def expert_leaves(model: nn.Module) -> tuple[str, str, str]:
@@ -105,6 +106,33 @@ def fuse_experts(contents: Contents, model: nn.Module, config_path: Path) -> set
     for path, source in found.items():
         _fuse(contents, path, source, config_path)
     return set(found)
+
+
+def merge_float_experts(contents: Contents, model: nn.Module) -> None:
+    """Puts experts together that files hold one by one and in float, where their module has them in that order."""
+    found = [(name, match) for name in contents.headers for match in re.finditer(r"\.0\.(\w+)\.weight$", name)]
+    holders = {name[: match.start()] for name, match in found if match[1] in _DOWN}
+    for path in sorted(holders):
+        module = find_module(model, path)
+        try:
+            source = describe_experts(module)  # type: ignore[arg-type]
+        except UnknownExperts:
+            continue
+        gate, up, down = next(each for each in _LEAVES if f"{path}.0.{each[2]}.weight" in contents.headers)
+        halves = [gate, up] if source.activation.gated else [up]
+        E, wide, narrow = source.num_experts, source.intermediate_size, source.hidden_size
+        names = [f"{path}.{expert}.{leaf}.weight" for expert in range(E) for leaf in (*halves, down)]
+        is_plain = not (source.has_bias or source.is_transposed or source.is_interleaved)
+        if not is_plain or any(name not in contents.headers for name in names):
+            continue
+        for own, leaves, (N, K) in (
+            ("gate_up_proj", halves, (wide, narrow)),
+            ("down_proj", [down], (narrow, wide)),
+        ):
+            for expert, (index, leaf) in product(range(E), enumerate(leaves)):
+                place = (expert, slice(index * N, (index + 1) * N))
+                target = f"{path}.{source.parameters[own]}"
+                contents.merge(target, f"{path}.{expert}.{leaf}.weight", (N, K), (E, N * len(leaves), K), place)
 
 
 def _leaves_in(contents: Contents, path: str) -> tuple[str, str, str]:
