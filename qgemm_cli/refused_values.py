@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from qgemm.checkpoint.contents import Contents, check_unheld, read_converted
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import CheckpointError, UnknownModel
 from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
@@ -28,14 +28,21 @@ _COLUMNS = 256  # whose number no check of values asks for, unless it is that of
 
 
 class ValuesAsLoaded:
-    """The quantized layers of another library's checkpoint, whose values ``find_problems`` looks at."""
+    """The quantized layers of another library's checkpoint, whose values ``find_problems`` looks at.
+
+    ``refusal``: why they don't go into the model that its config describes; empty if they do, or there is none.
+    """
 
     def __init__(self, folder: Path, contents: Contents) -> None:
         """``contents``: those of ``folder``, which are used if no model can be built for it."""
+        self.refusal = ""
         try:
             found = find_matching(folder)
             self._contents, self._owners = found.contents, found.owners
-        except (CheckpointError, ImportError):
+            contents.notes = found.contents.notes  # those of the model, too
+        except (CheckpointError, ImportError) as error:
+            if not isinstance(error, UnknownModel | ImportError):
+                self.refusal = str(error)
             self._contents, self._owners = contents, find_owners(contents)
 
     @property

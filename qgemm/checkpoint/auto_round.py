@@ -39,7 +39,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         if isinstance(own, dict):
             _check(own, f"{config_path}: extra_config of {layer!r}")
     packing = _packing_of(quantization)
-    layout, is_version_1 = _PACKINGS.get(str(packing).removeprefix("auto_round:"), ("", False))
+    layout, is_version_1 = _PACKINGS.get(_own_spelling(packing).removeprefix("auto_round:"), ("", False))
     if not layout:
         raise unsupported(
             f"{config_path}: packing_format is {packing!r}; qgemm reads 'auto_round', 'auto_round:auto_gptq' and "
@@ -60,9 +60,16 @@ def _packing_of(quantization: dict[str, Any]) -> Any:
     """The ``packing_format``; without one, the ``backend`` of old files, if that says how they are packed."""
     if (packing := quantization.get("packing_format")) is not None:
         return packing
-    backend = str(quantization.get("backend"))
-    is_its_own = backend.startswith("auto_round:") and "gptq" not in backend and "awq" not in backend
+    backend = quantization.get("backend")
+    own = _own_spelling(backend)
+    is_its_own = own.startswith("auto_round:") and "gptq" not in own and "awq" not in own
     return backend if is_its_own else _GPTQ
+
+
+def _own_spelling(name: Any) -> str:
+    """A packing or a backend, whose first part the library's first versions wrote ``autoround`` or ``auto-round``."""
+    first, colon, rest = str(name).partition(":")
+    return ("auto_round" if first in ("autoround", "auto-round") else first) + colon + rest
 
 
 def _check(values: dict[str, Any], where: str) -> None:

@@ -20,6 +20,9 @@ QUANT_METHOD = "awq"
 CONFIG_FILE = "quant_config.json"
 """Where older versions say what ``quantization_config`` says now."""
 
+_VERSIONS = ("gemm", "exllama")
+"""Those with the same tensors, for two kernels."""
+
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
@@ -27,7 +30,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     Raises ``CheckpointError`` for the versions that lay weights out for other kernels (``gemv``).
     """
     version = quantization.get("version", "gemm")
-    if not isinstance(version, str) or version.lower() != "gemm":
+    if not isinstance(version, str) or version.lower() not in _VERSIONS:
         raise unsupported(f"{config_path}: AWQ's version is {version!r}; qgemm reads 'gemm'")
     bits = number(quantization, ("bits", "w_bit"), config_path, default=4)
     size = number(quantization, ("group_size", "q_group_size"), config_path, default=-1)

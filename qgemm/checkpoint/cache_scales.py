@@ -6,6 +6,7 @@ finer than these. So they are left out, and the user is told.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.tensors import split_name
 
 _LEAVES = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
+# Of the layers that make keys and values, in older files of AutoFP8 and LLM Compressor.
+_OUTPUTS = tuple(f"{made}_proj.output_{leaf}" for made in "kv" for leaf in ("scale", "zero_point"))
 NOTE = (
     "its scales of keys and values are not used: they stay in the dtype of the cache (qgemm.fast_generate takes "
     "cache_dtype=torch.int8)"
@@ -27,8 +30,9 @@ def asks_for_cache(quantization: Mapping[str, Any]) -> bool:
 def leave_to_cache(contents: Contents, is_asked_for: bool = False) -> None:
     """Leaves the scales of keys and values out of ``contents``; ``is_asked_for``: the config has such a scheme."""
     for name, tensor in contents.stored.items():
-        if split_name(name)[1] in _LEAVES and len(tensor.shape) < 2:
-            contents.pass_over(name)
-            is_asked_for = True
+        if split_name(name)[1] in _LEAVES or name.endswith(_OUTPUTS):
+            if math.prod(tensor.shape) == max(tensor.shape, default=1):  # one, or one for each head
+                contents.pass_over(name)
+                is_asked_for = True
     if is_asked_for:
         contents.note(NOTE)

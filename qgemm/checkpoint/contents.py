@@ -65,6 +65,7 @@ class Contents:
       without which the model still loads.
     - ``is_foreign``: another library's, whose config doesn't say which layers are quantized and which tensors are tied.
     - ``interleaves_experts``: whether rows of fused experts were gate 0, up 0, gate 1, ... in the files.
+    - ``restored``: layers that the files hold quantized and the model in float.
     - ``notes``: what the checkpoint asks for and qgemm doesn't do, though it loads; the user is told.
     """
 
@@ -77,6 +78,7 @@ class Contents:
     report: dict[str, Any] | None = None
     lacks: str | None = None
     interleaves_experts: bool = False
+    restored: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     # The tensors of the model that are not just read: by which conversion, and which of its targets.
     _made: dict[str, tuple[Conversion, int]] = field(default_factory=dict)

@@ -9,6 +9,10 @@ class CheckpointError(ValueError):
     """A checkpoint is incomplete, damaged, of an unknown format, or of another model. Nothing was loaded."""
 
 
+class UnknownModel(CheckpointError):
+    """The config of a checkpoint describes no model that can be built from it; another one may be given."""
+
+
 def raised(error: CheckpointError) -> NoReturn:
     """Raises ``error``: what is done about a problem unless the caller says otherwise."""
     raise error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ from qgemm.checkpoint.layout import (
     read_json,
 )
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
-from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
+from qgemm.checkpoint.model_names import fuse_experts, merge_float_experts, rename_as_model
 from qgemm.checkpoint.recognition import Recognized, contradicts, recognize
-from qgemm.checkpoint.requantize import requantize
+from qgemm.checkpoint.requantize import requantize, restore_float
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
 from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
+from qgemm.model.selection import listed
 from qgemm.model.swap_rules import find_rule, modules_around
 from qgemm.nn import linear_class
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
@@ -98,7 +100,10 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
         )
     if not contents.manifest.layers:
         check_no_pickles(folder)  # beside which a file of another name needn't be the model's
-        raise CheckpointError(f"{folder} says that it is {method}, but no file holds a quantized layer of that format")
+        raise CheckpointError(
+            f"{folder} says that it is {method}, but no file holds a quantized layer of that format: if its weights "
+            "are in float, take what says so out of its config, and call qgemm.quantize_model"
+        )
     return contents
 
 
@@ -107,6 +112,8 @@ def method_of(quantization: dict[str, Any], found: Recognized | None) -> tuple[A
     method = quantization.get("quant_method")
     if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
         method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
+    if method in modelopt.OTHER_NAMES:
+        method = modelopt.QUANT_METHOD
     if method is None and found is not None:
         marked = _marked(quantization)
         method = found.format if marked is None or contradicts(marked, found) else marked
@@ -195,13 +202,15 @@ def _read_recognized(
 ) -> Contents:
     """The contents of files whose config is silent, or of another format. ``said``: what it says, as errors have it.
 
-    Raises ``CheckpointError`` for what they don't tell either.
+    Raises ``CheckpointError`` for what they don't tell either, and for a format that isn't read.
     """
     if found.unsaid:
         raise CheckpointError(
             f"{config_path} {said}, and the tensors, which are {found.format}'s, don't tell "
             f"{found.unsaid}: put the quantization_config there that their library wrote"
         )
+    if found.format not in _READERS:
+        raise unsupported(f"{config_path}: the tensors are {found.format}'s; the formats supported are {SUPPORTED}")
     if found.format == gptq.QUANT_METHOD:
         return gptq.read_without_config(stored, config_path)
     return _READERS[found.format](found.quantization, stored, config_path)
@@ -234,36 +243,51 @@ def settings(folder: Path, config: dict[str, Any]) -> Any:
 def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme: QuantScheme | None = None) -> None:
     """Puts a foreign checkpoint under the names of ``model``, checks its layers, and notes which tensors are tied.
 
-    ``scheme``: what its layers become. Raises ``CheckpointError`` for a layer that is neither linear in ``model`` nor,
+    ``scheme``: what its layers become. A layer that can't run quantized is restored to float, if it is the ``weight``
+    of its module, such as a router. Raises ``CheckpointError`` for any other that is neither linear in ``model`` nor,
     with others, its experts.
     """
     rename_as_model(contents, model)
     _leave_out(contents, model)
     _check_shapes(contents, model, config_path)
+    for layer in list(contents.manifest.layers):
+        module = find_module(model, layer)
+        if module is not None and _why_not(contents, model, layer, module):
+            restore_float(contents, layer, module)
     if scheme is not None:
         requantize(contents, model, scheme)
     fused = fuse_experts(contents, model, config_path)
+    merge_float_experts(contents, model)
     for layer in contents.manifest.layers:
         module = find_module(model, layer)
         if module is None:
             raise CheckpointError(
                 f"{config_path.parent} holds a quantized layer {layer!r}, which the model doesn't have"
             )
-        is_linear = type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ == "FalconLinear"
-        if not is_linear and layer not in fused:
-            try:
-                known = describe_experts(module).is_interleaved == contents.interleaves_experts
-            except UnknownExperts:
-                known = False
-            if not known:
-                raise CheckpointError(
-                    f"{config_path.parent} quantizes {layer}, a {type(module).__name__}, which qgemm can't compute"
-                )
-        if (rule := find_rule((type(holder), path) for holder, path in modules_around(model, layer))) is not None:
-            raise CheckpointError(
-                f"{config_path.parent} quantizes {layer}, which qgemm can't run quantized: {rule.reason}"
-            )
+        if reason := _why_not(contents, model, layer, module, fused):
+            raise CheckpointError(f"{config_path.parent} quantizes {layer}, {reason}")
+    if contents.restored:
+        names = listed(contents.restored, show=str)
+        contents.note(f"layers that qgemm can't run quantized are restored to float as they are loaded: {names}")
     contents.manifest.tied.update(_ties(model, contents.headers))
+
+
+def _why_not(contents: Contents, model: nn.Module, layer: str, module: nn.Module, fused: Container[str] = ()) -> str:
+    """Why ``module`` of ``model``, called ``layer``, can't run as one of the quantized layers; empty if it can.
+
+    ``fused``: the names of experts that were put together.
+    """
+    is_linear = type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ == "FalconLinear"
+    if not is_linear and layer not in fused:
+        try:
+            known = describe_experts(module).is_interleaved == contents.interleaves_experts
+        except UnknownExperts:
+            known = False
+        if not known:
+            return f"a {type(module).__name__}, which qgemm can't compute"
+    if (rule := find_rule((type(holder), path) for holder, path in modules_around(model, layer))) is not None:
+        return f"which qgemm can't run quantized: {rule.reason}"
+    return ""
 
 
 def _check_shapes(contents: Contents, model: nn.Module, config_path: Path) -> None:

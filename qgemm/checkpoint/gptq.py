@@ -42,8 +42,9 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     bits = number(quantization, ("bits",), config_path)
     size = number(quantization, ("group_size",), config_path, default=-1)
     symmetric = quantization.get("sym", True) is True
-    said = Said("GPTQ", bits, size, symmetric, ("gptq",), is_version_1=version == VERSIONS[0])
-    if quantization.get("desc_act") is True:
+    orders = quantization.get("desc_act") is True
+    said = Said("GPTQ", bits, size, symmetric, ("gptq",), is_version_1=version == VERSIONS[0], orders=orders)
+    if orders:
         _check_has_order(stored)
     contents = read_packed(said, stored, config_path)
     leave_to_cache(contents, asks_for_cache(quantization))

@@ -118,7 +118,8 @@ def check_no_pickles(folder: Path) -> None:
             f"{folder} holds {pickles[0]}, a pickle, and no {WEIGHTS_FILE}. Loading a pickle runs the code in it, so "
             "qgemm doesn't: convert it to safetensors first, a float model with transformers' from_pretrained and "
             "save_pretrained, any other with safetensors.torch.save_file(torch.load(pickle, weights_only=True), "
-            f"{WEIGHTS_FILE!r})"
+            f"{WEIGHTS_FILE!r}) if it holds plain tensors; where they are of a library's own classes, such as "
+            "torchao's, take the float model and quantize that"
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.pretrained import is_pretrained
-from qgemm.checkpoint.tensors import split_name
+from qgemm.checkpoint.tensors import find_module, split_name
 from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
 from qgemm.scheme import QuantScheme, TensorScheme
@@ -27,6 +27,7 @@ from qgemm.scheme import QuantScheme, TensorScheme
 _CPU = torch.device("cpu")
 # What the linear layers of an expert are called: gate, up, down.
 _LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_DOWN = [leaves[2] for leaves in _LEAVES]
 
 
 def expert_leaves(model: nn.Module) -> tuple[str, str, str]:
@@ -107,6 +108,33 @@ def fuse_experts(contents: Contents, model: nn.Module, config_path: Path) -> set
     return set(found)
 
 
+def merge_float_experts(contents: Contents, model: nn.Module) -> None:
+    """Puts experts together that files hold one by one and in float, where their module has them in that order."""
+    found = [(name, match) for name in contents.headers for match in re.finditer(r"\.0\.(\w+)\.weight$", name)]
+    holders = {name[: match.start()] for name, match in found if match[1] in _DOWN}
+    for path in sorted(holders):
+        module = find_module(model, path)
+        try:
+            source = describe_experts(module)  # type: ignore[arg-type]
+        except UnknownExperts:
+            continue
+        gate, up, down = next(each for each in _LEAVES if f"{path}.0.{each[2]}.weight" in contents.headers)
+        halves = [gate, up] if source.activation.gated else [up]
+        E, wide, narrow = source.num_experts, source.intermediate_size, source.hidden_size
+        names = [f"{path}.{expert}.{leaf}.weight" for expert in range(E) for leaf in (*halves, down)]
+        is_plain = not (source.has_bias or source.is_transposed or source.is_interleaved)
+        if not is_plain or any(name not in contents.headers for name in names):
+            continue
+        for own, leaves, (N, K) in (
+            ("gate_up_proj", halves, (wide, narrow)),
+            ("down_proj", [down], (narrow, wide)),
+        ):
+            for expert, (index, leaf) in product(range(E), enumerate(leaves)):
+                place = (expert, slice(index * N, (index + 1) * N))
+                target = f"{path}.{source.parameters[own]}"
+                contents.merge(target, f"{path}.{expert}.{leaf}.weight", (N, K), (E, N * len(leaves), K), place)
+
+
 def _leaves_in(contents: Contents, path: str) -> tuple[str, str, str]:
     """What the layers of the experts ``path`` are called."""
     layers = contents.manifest.layers
@@ -170,7 +198,11 @@ def _in_one_scheme(
     """
     layers = contents.manifest.layers
     if any(layers[name].is_static for name in names):
-        raise CheckpointError(f"{config_path}: {path} has static activations, which qgemm doesn't compute for experts")
+        same = layers[names[0]].weight.dtype
+        raise CheckpointError(
+            f"{config_path}: {path} has static activations, which qgemm doesn't compute for experts: give a scheme to "
+            f"convert them to as they are loaded, such as scheme={same!r}, which keeps the weights"
+        )
     activation = next((layers[name].activation for name in names if layers[name].activation is not None), None)
     first = next((name for name in names if not layers[name].weight.symmetric), names[0])
     fused = layers[first].for_experts()
@@ -219,7 +251,8 @@ def _check_alike(contents: Contents, experts: Mapping[str, FloatExperts]) -> Non
     for gate, up in pairs:
         if not torch.equal(found[gate], found[up]):
             raise CheckpointError(
-                f"{contents.headers[up].path}: {up} differs from {gate}, and qgemm's experts have one scale for both"
+                f"{contents.headers[up].path}: {up} differs from {gate}, and qgemm's experts have one scale for both: "
+                "give a scheme to convert them to as they are loaded, such as scheme='int8'"
             )
 
 

@@ -12,6 +12,7 @@ The files say which layer is what; the config names the algorithm. Layers with a
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from qgemm.numerics.formats import FP8
 from qgemm.scheme import resolve_scheme
 
 QUANT_METHOD = "modelopt"
+OTHER_NAMES = ("modelopt_fp8", "modelopt_fp4", "modelopt_nvfp4", "modelopt_mixed")
+"""Servers' names of parts of it, which some files have."""
+
 CONFIG_FILE = "hf_quant_config.json"
 _PER_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN"
 
@@ -38,19 +42,33 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     """
     inner = quantization.get("quantization")
     asked = inner if isinstance(inner, dict) else quantization
-    algorithm = asked.get("quant_algo")
     contents = Contents.of_files(stored)
     for name in stored:
         layer, leaf = split_name(name)
         if leaf == "pre_quant_scale":
+            algorithm = _algorithm_of(layer, asked)
             raise unsupported(
                 f"{config_path}: {layer} has a pre_quant_scale ({algorithm}), by which its input would have to be "
                 "multiplied; qgemm doesn't do that"
             )
         if leaf == "weight_scale":
-            _note_layer(contents, layer, algorithm, config_path)
+            _note_layer(contents, layer, _algorithm_of(layer, asked), config_path)
     leave_to_cache(contents, bool(quantization.get("kv_cache_scheme") or asked.get("kv_cache_quant_algo")))
     return contents
+
+
+def _algorithm_of(layer: str, asked: dict[str, Any]) -> object:
+    """That of the layer, or of a module that holds it, in a model with several of them; else that of the model."""
+    named = asked.get("quantized_layers")
+    if isinstance(named, dict):
+        parts = layer.split(".")
+        holders = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        patterns = [name for name in named if "*" in name and fnmatchcase(layer, name)]
+        for name in (*holders, *patterns):
+            own = named.get(name)
+            if isinstance(own, dict) and "quant_algo" in own:
+                return own["quant_algo"]
+    return asked.get("quant_algo")
 
 
 def _note_layer(contents: Contents, layer: str, algorithm: object, config_path: Path) -> None:

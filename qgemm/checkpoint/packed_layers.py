@@ -42,7 +42,8 @@ _PIECE = 1 << 20
 class Said:
     """What a config says of its layers; ``layouts``: those that they may have. ``group_size``: -1 for a whole row.
 
-    ``is_version_1``: None if nothing says it but, perhaps, the zero points of symmetric layers.
+    ``is_version_1``: None if nothing says it but, perhaps, the zero points of symmetric layers. ``orders``: whether
+    columns were put into an order of their own.
     """
 
     method: str
@@ -51,6 +52,7 @@ class Said:
     symmetric: bool
     layouts: tuple[str, ...]
     is_version_1: bool | None = False
+    orders: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ def _with_facts(
     for name, value in read_values(wanted, _CPU):
         layer = by_tensor[name]
         if name.endswith("g_idx"):
-            if _is_ordered(layer, value, stored[name]):
+            # All 0 in files of GPTQ-for-LLaMa whose columns are in order.
+            if (said.orders or bool(value.any())) and _is_ordered(layer, value, stored[name]):
                 ordered.add(layer.name)
         else:
             low, high = _zero_fields(value, layer).aminmax()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import CheckpointError, UnknownModel
 from qgemm.checkpoint.layout import SETTINGS_KEYS, WEIGHTS_KEY, read_json, weights_file
 from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.checkpoint.safetensors_file import StoredTensor
@@ -134,7 +134,7 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
     """
     names = config.get("architectures")
     if "model_type" not in config or not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise CheckpointError(
+        raise UnknownModel(
             f"{path} does not describe a transformers model; "
             "pass the float model, or a function that builds it, as model="
         )
@@ -147,13 +147,14 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         ) from error
     cls = getattr(transformers, names[0], None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel) or cls.config_class is None:
-        raise CheckpointError(
+        raise UnknownModel(
             f"{path}: architectures names {names[0]!r}, which is no model class of transformers "
             f"{transformers.__version__}; pass the float model, or a function that builds it, as model="
         )
     if cls.config_class.model_type != config["model_type"]:
-        raise CheckpointError(
-            f"{path}: model_type is {config['model_type']!r}, but {names[0]} is of {cls.config_class.model_type!r}"
+        raise UnknownModel(
+            f"{path}: model_type is {config['model_type']!r}, but {names[0]} is of {cls.config_class.model_type!r}: "
+            "pass the float model, or a function that builds it, as model="
         )
     dtype = _FLOAT_DTYPES_BY_NAME.get(str(config.get("dtype")))
     if dtype is None:

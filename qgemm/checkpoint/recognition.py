@@ -32,6 +32,9 @@ from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 
 FP8_DTYPES = (FP8.storage, torch.float8_e5m2)
+MLX = "mlx"
+"""Unsigned words, with ``scales`` and mostly ``biases`` of groups. No config names it, and it isn't read."""
+
 _ACTIVATIONS = "whether activations are quantized, and how"
 _BLOCK = 128
 _OTHER_BLOCKS = (32, 64, 256, 512)
@@ -62,7 +65,8 @@ _ALIKE: dict[str, tuple[str, ...]] = {
 def contradicts(method: str, found: Recognized) -> bool:
     """Whether tensors that are ``found`` can't be of ``method``, as which a ``quantization_config`` has them."""
     if method in (auto_round.QUANT_METHOD, auto_round.OLD_METHOD):
-        return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD)
+        # It has other layouts, too, for data types that its own config names.
+        return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD) and not found.unsaid
     may_look_so = bool(found.unsaid) and method in _ALIKE.get(found.format, ())
     return found.format != method and not may_look_so
 
@@ -73,6 +77,8 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
     if "qweight" in leaves:
         # The version of GPTQ is in the values of zero points. AutoRound has either layout.
         return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)
+    if "scales" in leaves and any(_is_of_mlx(name, stored) for name in stored):
+        return Recognized(MLX)
     if "weight_packed" in leaves:
         return Recognized(compressed_tensors_groups.QUANT_METHOD, "packed", unsaid=_ACTIVATIONS)
     if "_weight_qdata" in leaves:
@@ -94,6 +100,12 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
             return Recognized(QUANT_METHOD, unsaid="the scheme of each layer")
         return Recognized(compressed_tensors_groups.QUANT_METHOD, compressed_tensors_groups.INT, unsaid=_ACTIVATIONS)
     return None
+
+
+def _is_of_mlx(name: str, stored: Mapping[str, StoredTensor]) -> bool:
+    layer, leaf = split_name(name)
+    # Of a dtype that no other format has.
+    return leaf == "weight" and stored[name].dtype is None and f"{layer}.scales" in stored
 
 
 def _fp8(stored: Mapping[str, StoredTensor], leaves: set[str]) -> Recognized:

@@ -66,6 +66,32 @@ def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> Non
         contents.notes = [note for note in contents.notes if note == NOTE or note.startswith(ABOUT_FILES)]
 
 
+def restore_float(contents: Contents, name: str, module: nn.Module) -> bool:
+    """Has the layer ``name`` of ``contents`` made in float, as the ``weight`` of ``module``; whether it can be."""
+    weight, scheme = module._parameters.get("weight"), contents.manifest.layers[name]
+    if weight is None or is_conv1d(module) or linear_class(scheme).folds_bias:
+        return False
+    if weight.shape != (contents.shapes.get(name) or contents.headers[f"{name}.weight"].shape):
+        return False
+    N, K = weight.shape
+    old, dtype = linear_class(scheme)(K, N, False, "meta", scheme=scheme), weight.dtype
+    leaves = [leaf for leaf, _ in old.named_parameters(recurse=False)]
+    _check(contents, name, old, leaves)
+
+    def convert(values: dict[str, Tensor]) -> Sequence[Tensor]:
+        _take(old, {leaf: values[f"{name}.{leaf}"] for leaf in leaves})
+        restored = torch.cat([rows.to(dtype) for rows in _rows(old, _rows_at_a_time(old))])
+        old.to("meta")
+        return [restored]
+
+    made = {f"{name}.weight": (f"{name}.weight", (N, K), dtype)}
+    contents.convert_further(made, [f"{name}.{leaf}" for leaf in leaves], convert)
+    del contents.manifest.layers[name]
+    contents.shapes.pop(name, None)
+    contents.restored.append(name)
+    return True
+
+
 def convert_layers(model: nn.Module, scheme: QuantScheme, is_split: bool = False) -> bool:
     """Puts layers in ``scheme`` in place of those of ``model``, which is loaded, one by one; whether there were others.
 
@@ -152,11 +178,7 @@ def _note(
     contents: Contents, name: str, old: QuantLayer, made: QuantLayer, before: list[str], after: list[str]
 ) -> None:
     def convert(values: dict[str, Tensor]) -> Sequence[Tensor]:
-        for leaf in before:
-            value = values[f"{name}.{leaf}"]
-            if leaf in old.fixed_names and (problem := old.problem_with(leaf, value)):
-                raise ValueError(f"{leaf} {problem}")
-            setattr(old, leaf, frozen(value))
+        _take(old, {leaf: values[f"{name}.{leaf}"] for leaf in before})
         converted = _converted(old, made.scheme)
         old.to("meta")
         return [converted[leaf] for leaf in after]
@@ -172,6 +194,14 @@ def _note(
             dtype = found if found is not None and made.accepts_dtype(leaf, found) else dtype
         new[f"{name}.{leaf}"] = (source, tuple(parameter.shape), dtype)
     contents.convert_further(new, of, convert)
+
+
+def _take(layer: QuantLayer, values: dict[str, Tensor]) -> None:
+    """Gives ``layer`` these parameters; raises ``ValueError`` for one that can't be."""
+    for leaf, value in values.items():
+        if leaf in layer.fixed_names and (problem := layer.problem_with(leaf, value)):
+            raise ValueError(f"{leaf} {problem}")
+        setattr(layer, leaf, frozen(value))
 
 
 def _converted(layer: QuantLayer, scheme: QuantScheme) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ def _verify(checkpoint: Checkpoint, layers: list[StoredLayer], problems: list[st
     problems += [problem for problem in refused if not problem.startswith(known)]
     read = wanted | loaded
     found = {"tensors": len(read), "bytes": sum(tensor.nbytes for tensor in read.values())}
-    return found, refused[0] if refused else ""
+    return found, (as_loaded.refusal if as_loaded is not None else "") or (refused[0] if refused else "")
 
 
 def _architecture(checkpoint: Checkpoint) -> str | None:

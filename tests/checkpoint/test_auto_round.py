@@ -54,6 +54,9 @@ def test_both_packings(bits: int, method: str, tmp_path: Path) -> None:
         # Of 2024, before there was a packing_format.
         ({"backend": "auto_round:exllamav2"}, 2),
         ({"backend": "auto_round:triton"}, 2),
+        ({"backend": "autoround:exllamav2"}, 2),
+        ({"backend": "auto-round:triton"}, 2),
+        ({"backend": "autoround:gptq:exllamav2"}, 1),
         ({"backend": "auto_gptq:exllamav2"}, 1),
         ({"backend": "auto", "packing_format": "auto_round:auto_gptq"}, 1),
         ({"backend": "auto"}, 1),
@@ -68,6 +71,29 @@ def test_zero_points_are_less_1_where_it_says_gptq(
     config = {**CONFIG, "bits": bits, "sym": False, **said}
     model: Any = qgemm.load_quantized(write(tmp_path, {"a": layer.gptq(version)}, config), model=linears(a=(16, 64)))
     assert torch.equal(model["a"].dequantize(torch.float32).weight, layer.weight)
+
+
+E4M3 = {"weight": torch.ones(16, 64).to(torch.float8_e4m3fn), "weight_scale": torch.ones(16, 1)}
+MXFP4 = {
+    "weight_packed": torch.zeros(16, 32, dtype=torch.uint8),
+    "weight_scale": torch.full((16, 2), 127, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        (E4M3, {"data_type": "fp", "act_bits": 8, "packing_format": "auto_round:fp8_static"}, "act_bits is 8"),
+        (E4M3, {"data_type": "fp", "act_bits": 16}, "data_type is 'fp'"),
+        (MXFP4, {"data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"}, "data_type is 'mx_fp'"),
+    ],
+)
+def test_layouts_of_other_data_types(
+    tensors: dict[str, torch.Tensor], config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, {"a": tensors}, {**CONFIG, **config})
+    with pytest.raises(CheckpointError, match=rf"{message}; qgemm reads AutoRound's .*, so dequantize it"):
+        qgemm.load_quantized(folder, model=linears(a=(16, 64)))
 
 
 @pytest.mark.parametrize(

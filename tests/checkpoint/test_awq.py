@@ -52,6 +52,12 @@ def test_by_the_documented_layout(
     assert torch.equal(model["a"].dequantize(torch.float32).weight, layer.weight)
 
 
+def test_the_version_for_exllama_has_the_same_tensors(tmp_path: Path) -> None:
+    layer = Layer()
+    model = read(write(tmp_path, {"a": layer.awq()}, {**CONFIG, "version": "exllama", "zero_point": True}))
+    assert torch.equal(model["a"].dequantize(torch.float32).weight, layer.weight)
+
+
 def test_groups_in_an_order_of_their_own(tmp_path: Path) -> None:
     layer = Layer(g_idx=(torch.arange(64) // 32)[torch.randperm(64)])
     model = read(write(tmp_path, {"a": {**layer.awq(), "g_idx": layer.g_idx}}, {**CONFIG, "zero_point": True}))

@@ -291,15 +291,6 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         lambda t: t.update({"a.weight": torch.ones(2, 2, dtype=torch.int8), "a.weight_scale": torch.ones(2, 1)}),
         r"quantized layer 'a', which the model doesn't have",
     ),
-    "embedding": (
-        lambda t: t.update(
-            {
-                "model.embed_tokens.weight": torch.ones(97, 32, dtype=torch.int8),
-                "model.embed_tokens.weight_scale": torch.ones(97, 1),
-            }
-        ),
-        r"quantizes model.embed_tokens, a Embedding",
-    ),
 }
 
 
@@ -317,7 +308,7 @@ def test_asymmetric_activations_for_each_token_are_refused_with_the_layer(tmp_pa
         qgemm.load_quantized(tmp_path)
 
 
-def test_layers_whose_weight_is_read_directly_are_refused(folder: Path) -> None:
+def test_layers_whose_weight_is_read_directly_are_restored_to_float(folder: Path) -> None:
     class MambaMixer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -331,8 +322,25 @@ def test_layers_whose_weight_is_read_directly_are_refused(folder: Path) -> None:
         tensors["mixer.dt_proj.weight_scale"] = torch.ones(4, 1)
 
     edit_tensors(folder, replace)
-    with pytest.raises(CheckpointError, match=r"quantizes mixer.dt_proj, which qgemm can't run quantized"):
+    with pytest.warns(
+        UserWarning, match=r"can't run quantized are restored to float as they are loaded: mixer.dt_proj"
+    ):
+        model: Any = qgemm.load_quantized(folder, model=lambda: nn.ModuleDict({"mixer": MambaMixer()}))
+    assert type(model.mixer.dt_proj) is nn.Linear
+    assert torch.equal(model.mixer.dt_proj.weight, torch.ones(4, 4))
+    edit_tensors(folder, lambda tensors: tensors["mixer.dt_proj.weight_scale"].fill_(torch.nan))
+    with pytest.raises(CheckpointError, match=r"mixer.dt_proj.weight.*weight_scale holds NaN"):
         qgemm.load_quantized(folder, model=lambda: nn.ModuleDict({"mixer": MambaMixer()}))
+
+
+def test_an_embedding_is_restored_to_float(folder: Path) -> None:
+    values, scale = torch.randint(-127, 128, (97, 32), dtype=torch.int8), torch.rand(97, 1)
+    name = "model.embed_tokens.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({name: values, f"{name}_scale": scale}))
+    with pytest.warns(UserWarning, match=r"restored to float as they are loaded: model.embed_tokens"):
+        model = qgemm.load_quantized(folder)
+    wanted = (values.float() * scale).to(model.get_parameter(name).dtype)
+    assert torch.equal(model.get_parameter(name), wanted)
 
 
 def test_an_untouched_module_after_an_error(folder: Path) -> None:

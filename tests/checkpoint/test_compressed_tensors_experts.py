@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import qgemm
-from checkpoint.foreign import edit_quantization, edit_tensors, needs_the_library, relative
+from checkpoint.foreign import edit_quantization, edit_tensors, needs_the_library, relative, same_tensors
 from qgemm import CheckpointError, QuantExperts
 from qgemm.checkpoint import compressed_tensors_writer, model_names
 
@@ -201,6 +201,30 @@ def test_what_is_refused(edit: Any, problem: str, tmp_path: Path) -> None:
         qgemm.load_quantized(tmp_path / "foreign")
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_that_stay_in_float(family: str, tmp_path: Path) -> None:
+    model: Any = qgemm.quantize_model(MIXTURES[family]().model)
+    write(model, tmp_path / "foreign", family)
+    first = re.compile(r"layers\.0\..*experts\.\d+\.(\w+)\.weight$")
+
+    def restore(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if first.search(name)]:
+            tensors[name] = tensors[name].float() * tensors.pop(f"{name}_scale").float()
+
+    edit_tensors(tmp_path / "foreign", restore)
+    loaded: Any = qgemm.load_quantized(tmp_path / "foreign")
+    path = "model.layers.0.mlp.experts"
+    for name, wanted in model.get_submodule(path).dequantize(torch.float32).items():
+        assert torch.equal(loaded.get_parameter(f"{path}.{name}"), wanted)
+    assert isinstance(loaded.get_submodule("model.layers.1.mlp.experts"), QuantExperts)
+    config = qgemm.QGemmConfig()
+    assert same_tensors(loaded, type(loaded).from_pretrained(tmp_path / "foreign", quantization_config=config))
+    # Not all of them.
+    edit_tensors(tmp_path / "foreign", lambda tensors: tensors.pop(next(filter(first.search, tensors))))
+    with pytest.raises(CheckpointError, match=r"tensors that the model doesn't have: .*experts"):
+        qgemm.load_quantized(tmp_path / "foreign")
+
+
 def test_static_experts_are_refused(tmp_path: Path) -> None:
     model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model)
     write(model, tmp_path / "foreign", "qwen3_moe")
@@ -213,9 +237,10 @@ def test_static_experts_are_refused(tmp_path: Path) -> None:
         ),
     )
     with pytest.raises(
-        CheckpointError, match=r"0\.mlp\.experts has static activations, which qgemm doesn't compute for"
+        CheckpointError, match=r"0\.mlp\.experts has static activations, which qgemm doesn't compute .* scheme='int8'"
     ):
         qgemm.load_quantized(tmp_path / "foreign")
+    assert_same(qgemm.load_quantized(tmp_path / "foreign", scheme="int8"), model)
 
 
 def test_a_global_scale_of_gates_and_ups(tmp_path: Path) -> None:
@@ -228,9 +253,10 @@ def test_a_global_scale_of_gates_and_ups(tmp_path: Path) -> None:
     edit_tensors(tmp_path, replaced(f"{EXPERT}.weight_global_scale", lambda t: t * 2))
     gate = EXPERT.replace("up_proj", "gate_proj")
     with pytest.raises(
-        CheckpointError, match=rf"{EXPERT}\.weight_global_scale differs from {gate}\.weight_global_scale"
+        CheckpointError, match=rf"{EXPERT}\.weight_global_scale differs from {gate}\.weight_global_scale.*scheme='int8'"
     ):
         qgemm.load_quantized(tmp_path)
+    qgemm.load_quantized(tmp_path, scheme="int8")
 
 
 def test_global_scales_of_all_layers_are_read_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,15 @@ def test_a_whole_row_needs_no_order(tmp_path: Path) -> None:
     assert torch.equal(weight_of(model["a"]), layer.weight)
 
 
+def test_an_order_of_zeros_is_none(tmp_path: Path) -> None:
+    # As GPTQ-for-LLaMa left it where it didn't order columns.
+    layer = Layer()
+    tensors = {**layer.gptq(), "g_idx": torch.zeros(64, dtype=torch.int32)}
+    model = read(write(tmp_path, {"a": tensors}, V1))
+    assert model["a"].scheme.name == "int4-32-asymmetric"
+    assert torch.equal(weight_of(model["a"]), layer.weight)
+
+
 def test_layers_of_several_bits_and_groups(tmp_path: Path) -> None:
     layers = {"a": Layer(bits=4), "b": Layer(bits=8), "c": Layer(group_size=16), "d": Layer(group_size=64)}
     config = {**V1, "dynamic": {"b": {"bits": 8}, "+:c": {"group_size": 16}, "-:e": {}}}
@@ -238,7 +247,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "NaN": ({}, {"scales": torch.full((2, 16), torch.nan).half()}, r"a.scales holds NaN"),
     "g_idx of 63": ({}, {"g_idx": torch.zeros(63, dtype=torch.int32)}, r"a.g_idx is torch.int32 \[63\]"),
     "g_idx of floats": ({}, {"g_idx": torch.zeros(64)}, r"a.g_idx is torch.float32"),
-    "one group": ({}, {"g_idx": torch.zeros(64, dtype=torch.int32)}, r"g_idx doesn't put 32 of 64 columns into each"),
+    "one group": ({}, {"g_idx": torch.ones(64, dtype=torch.int32)}, r"g_idx doesn't put 32 of 64 columns into each"),
+    "an order of 0": ({"desc_act": True}, {"g_idx": torch.zeros(64, dtype=torch.int32)}, r"g_idx doesn't put 32 of 64"),
     "group -1": ({}, {"g_idx": torch.arange(64).int() // 32 - 1}, r"g_idx doesn't put 32"),
     "group 2^31": ({}, {"g_idx": torch.full((64,), 2**31 - 1, dtype=torch.int32)}, r"g_idx doesn't put 32"),
     "no g_idx": ({"desc_act": True}, {}, r"model.safetensors: desc_act is true, but layer a has no g_idx"),

@@ -66,6 +66,25 @@ def test_layers_in_fp8(scales: dict[str, Tensor], algorithm: str, scheme: str, t
     assert torch.equal(layer.dequantize(torch.float32).weight, torch.full((32, 64), 0.5))
 
 
+@pytest.mark.parametrize("name", ["0", "*", "0*"])
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_mixed"])
+def test_the_algorithm_of_a_layer(method: str, name: str, tmp_path: Path) -> None:
+    tensors = {"weight": E4M3, "weight_scale": torch.full((32,), 0.5)}
+    named = {"1": {"quant_algo": "NVFP4"}, name: {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
+    layer = load(tmp_path, tensors, "MIXED_PRECISION", quantized_layers=named, quant_method=method)
+    assert layer.scheme.name == "fp8"
+
+
+@pytest.mark.parametrize("method", ["modelopt_fp4", "modelopt_nvfp4"])
+@pytest.mark.filterwarnings("ignore:.*activations stay in float")
+def test_other_names_of_it(method: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layer = load(tmp_path, {**NVFP4, "weight_scale_2": torch.ones(())}, "NVFP4", quant_method=method)
+    assert layer.scheme.name == "nvfp4"
+    assert caught == []
+
+
 NO_CACHE = {"kv_cache_scheme": None, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
 
 
@@ -88,8 +107,11 @@ def test_a_quantized_cache_is_asked_for(asked: dict[str, Any], count: int, tmp_p
 
 def test_a_key_value_cache_is_left_to_the_cache(tmp_path: Path) -> None:
     tensors = {"weight": E4M3, "weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(0.25)}
-    with pytest.warns(UserWarning, match="its scales of keys and values are not used"):
-        load(tmp_path, {**tensors, "k_scale": torch.tensor(1.0)})
+    for name, shape in (("k_scale", ()), ("v_scale", (2, 1, 1)), ("k_proj.output_scale", (1,))):
+        with pytest.warns(UserWarning, match="its scales of keys and values are not used"):
+            load(tmp_path, {**tensors, name: torch.ones(shape)})
+    with pytest.raises(CheckpointError, match=r"tensors that the model doesn't have: 0.k_scale"):
+        load(tmp_path, {**tensors, "k_scale": torch.ones(2, 2)})
 
 
 NVFP4 = {"weight": torch.zeros(32, 32, dtype=torch.uint8), "weight_scale": torch.ones(32, 4).to(torch.float8_e4m3fn)}

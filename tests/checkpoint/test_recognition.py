@@ -56,6 +56,8 @@ SAMPLES_ALONE = {
     "torchao-int8wo": ("torchao", ""),
 }
 
+MLX = {"weight": torch.ones(4, 8, dtype=torch.uint32), "scales": torch.ones(4, 1), "biases": torch.ones(4, 1)}
+
 
 def without_settings(name: str, folder: Path) -> Path:
     """A folder with the files of a sample, and nothing that says how it is quantized."""
@@ -181,11 +183,19 @@ def test_blocks_of_fp8(layers: list[dict[str, Tensor]], unsaid: str, tmp_path: P
         ({"weight": torch.ones(4, 4).char(), "weight_scale": torch.ones(4, 1)}, f"compressed-tensors's, {ACTIVATIONS}"),
         ({"a_scale_inv": torch.ones(1), "b": torch.ones(2).to(E4M3)}, "no file holds a quantized layer of that format"),
         ({"qweight": torch.ones(4, 4).int()}, r"0.scales is missing"),
+        (MLX, "the tensors are mlx's; the formats supported are .*, so dequantize it"),
     ],
 )
 def test_what_tensors_do_not_tell(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         contents_of(write(tmp_path, {"0": tensors}, None))
+
+
+def test_mlx_with_its_own_config(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"0": MLX}, {"bits": 4, "group_size": 64})
+    with pytest.raises(CheckpointError, match="the tensors are mlx's"):
+        contents_of(folder)
+    assert run_json("inspect", folder)["format"] == "mlx"
 
 
 def test_bitsandbytes_by_its_tensors(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.foreign import edit_tensors
 from checkpoint.rewriting import rewrite_file
 from checkpoint.samples import SAMPLES, every_sample, reference_weights
 from safetensors.torch import load_file
@@ -19,6 +21,7 @@ from torch import Tensor
 
 import qgemm
 from cli.command import run, run_failing, run_json, write_checkpoint, zeros
+from qgemm import CheckpointError
 from qgemm.checkpoint.name_ranges import expand
 from qgemm.nn import QuantExperts, QuantLayer
 from qgemm_cli.reading import open_checkpoint
@@ -178,6 +181,7 @@ def test_samples_of_other_libraries_are_what_is_loaded(name: str) -> None:
 
 def test_a_config_in_a_file_of_its_own(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, {f"{UP}.{leaf}": value for leaf, value in FOREIGN["awq"][1].items()})
+    (folder / "config.json").write_text("{}")
     assert run_json("inspect", folder)["variant"] == ""
     (folder / "quant_config.json").write_text('{"w_bit": 4, "q_group_size": 16, "version": "GEMM"}')
     found = run_json("inspect", folder)
@@ -463,6 +467,20 @@ def test_layers_in_different_bits_have_their_own_shapes() -> None:
         for layer in found["layers"]
         if layer["quantized"]
     )
+
+
+def test_what_does_not_go_into_the_model_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(SAMPLES / "gptq-4bit-g128-sym", tmp_path / "copy"))
+    edit_tensors(folder, lambda tensors: tensors.update(extra=torch.zeros(1)))
+    with pytest.raises(CheckpointError) as caught:
+        qgemm.load_quantized(folder)
+    assert "tensors that the model doesn't have: extra" in str(caught.value)
+    found = run_json("inspect", folder)
+    assert (found["loads"], found["refusal"], found["problems"]) == (False, str(caught.value), [])
+    # Of a model that isn't transformers', nobody knows its tensors.
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Another"]}))
+    assert run_json("inspect", folder)["loads"]
 
 
 def test_what_a_checkpoint_asks_for_and_qgemm_leaves_out_is_a_note() -> None:

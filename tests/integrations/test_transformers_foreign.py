@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.foreign import edit_quantization, edit_tensors, same_tensors
+from checkpoint.models import swap_linears, tiny_llama
 from checkpoint.samples import IDS, SAMPLES, every_sample, load_sample
 from checkpoint.test_bitsandbytes import float_model, write_by_layout
 from checkpoint.test_compressed_tensors_experts import write
@@ -131,6 +132,40 @@ def test_experts_that_transformers_puts_together_itself(
     loaded = load(tmp_path / "foreign", dtype=torch.float32)
     assert same_tensors(loaded, model)
     assert torch.equal(Example(loaded, example.inputs).output(), example.output())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_router_is_restored_to_float(dtype: torch.dtype, tmp_path: Path) -> None:
+    # Older versions of libraries found a linear layer there, and quantized it like any other.
+    folder = tmp_path / "foreign"
+    write(qgemm.quantize_model(MIXTURES["qwen3_moe"]().model), folder, "qwen3_moe")
+    router = "model.layers.0.mlp.gate.weight"
+    shape = load_file(folder / "model.safetensors")[router].shape
+    values = torch.randint(-127, 128, shape, dtype=torch.int8)
+    scale = torch.rand(shape[0], 1) / 100
+    edit_tensors(folder, lambda tensors: tensors.update({router: values, f"{router}_scale": scale}))
+    with pytest.warns(UserWarning, match=r"restored to float as they are loaded: model.layers.0.mlp.gate$"):
+        model = load(folder, dtype=dtype)
+    weight = model.get_parameter(router)
+    assert weight.dtype == dtype
+    assert torch.equal(weight, (values.float() * scale).to(dtype))
+    assert dict(model.get_submodule("model.layers.0.mlp.gate").named_parameters()).keys() == {"weight"}
+    if dtype == torch.float32:
+        with pytest.warns(UserWarning, match="restored to float"):
+            assert same_tensors(model, qgemm.load_quantized(folder))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_is_restored_to_float(tied: bool, tmp_path: Path) -> None:
+    qgemm.save_quantized(swap_linears(tiny_llama(tied)), tmp_path, format="compressed-tensors")
+    name = "model.embed_tokens.weight"
+    values, scale = torch.randint(-127, 128, (97, 32), dtype=torch.int8), torch.rand(97, 1)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: values, f"{name}_scale": scale}))
+    with pytest.warns(UserWarning, match=r"restored to float as they are loaded: model.embed_tokens$"):
+        model, other = load(tmp_path), qgemm.load_quantized(tmp_path)
+    assert torch.equal(model.get_parameter(name), values.float() * scale)
+    assert (model.lm_head.weight is model.get_parameter(name)) == tied
+    assert same_tensors(model, other)
 
 
 def test_int8_activations_for_the_same_weights() -> None:

@@ -27,7 +27,7 @@ from qgemm.checkpoint.formats import fit_to_model, read_contents
 from qgemm.checkpoint.layout import CONFIG_FILE, checkpoint_file, read_json
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.matching import match
-from qgemm.checkpoint.tensors import forget_ties
+from qgemm.checkpoint.tensors import forget_ties, split_name
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
 from qgemm.model.offloading import is_offloaded
@@ -93,6 +93,29 @@ class _Waiting(nn.Module):
         return value
 
 
+class _WaitingWeight:
+    """Stands where the ``weight`` of ``module`` will be, which is a parameter of another name meanwhile."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        weight = module._parameters.pop("weight")
+        module.register_parameter(_WAITING, weight)
+        weight._is_hf_initialized = True  # type: ignore[union-attr]
+        vars(module)["weight"] = weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where it will be."""
+        return self._module.get_parameter(_WAITING).device
+
+    def end(self, value: Tensor) -> None:
+        """Puts ``value`` there."""
+        waiting = self._module.get_parameter(_WAITING)
+        del vars(self._module)["weight"]
+        delattr(self._module, _WAITING)
+        self._module.weight = nn.Parameter(value, waiting.requires_grad)
+
+
 class ForeignLoad:
     """A model while its quantized layers are read from a checkpoint of another library."""
 
@@ -123,16 +146,26 @@ class ForeignLoad:
             warn_user(f"{folder}: {note}")
         for name, layer in self._layers.items():
             model.set_submodule(name, _Waiting(layer))
+        self._restored = {name: _WaitingWeight(model.get_submodule(name)) for name in contents.restored}
         forget_ties(model, self._layers, contents.manifest.tied)
         if is_cut(model):
+            if contents.restored:
+                raise ValueError(
+                    f"{contents.restored[0]} is restored to float, which works in one process alone: convert the files "
+                    "with qgemm convert --to qgemm, and load that folder"
+                )
             plan_layers(model, self._layers, waiting=True)  # each process reads whole layers, and keeps its part
         # Every name has been checked.
-        model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), rf"\.{_WAITING}\."}
+        model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), rf"\.{_WAITING}(\.|$)"}
         model._keys_to_ignore_on_load_unexpected = {"."}
 
     def finish(self, model: PreTrainedModel) -> None:
         """Reads the values of the layers, each on its device; raises ``CheckpointError`` as ``load_quantized`` does."""
-        if offloaded := [name for name, layer in self._layers.items() if is_offloaded(layer)]:
+        if offloaded := [
+            name
+            for name in (*self._layers, *self._restored)
+            if is_offloaded(self._layers.get(name) or model.get_submodule(name))
+        ]:
             raise ValueError(
                 f"device_map offloads {offloaded[0]}, whose values come from another library's files: convert them "
                 "with qgemm convert --to qgemm, and load that folder with this device_map"
@@ -143,14 +176,22 @@ class ForeignLoad:
             for leaf, parameter in layer.named_parameters(recurse=False):
                 owners[f"{name}.{leaf}"] = layer, leaf
                 by_device[parameter.device].append(f"{name}.{leaf}")
+        for name, weight in self._restored.items():
+            by_device[weight.device].append(f"{name}.weight")
         for device, names in by_device.items():
             for target, value in read_converted(self._contents, device, only=set(names)):
+                if (restored := self._restored.get(split_name(target.name)[0])) is not None:
+                    restored.end(value)
                 if target.name not in owners:
                     continue
                 layer, leaf = owners[target.name]
                 self._contents.check_value(target, layer, leaf, value)
                 whole = layer.stored(leaf).detach()
                 (whole if target.place is None else whole[target.place]).copy_(value)
+        for alias, name in self._contents.manifest.tied.items():
+            if split_name(name)[0] in self._restored:
+                owner, leaf = split_name(alias)
+                setattr(model.get_submodule(owner), leaf, model.get_parameter(name))
         for name, layer in self._layers.items():
             model.set_submodule(name, layer)
         model._keys_to_ignore_on_load_unexpected = type(model)._keys_to_ignore_on_load_unexpected
