@@ -7,7 +7,7 @@ several candidates, and ``verify.py`` finds out which of them computes what the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,11 @@ from torch import nn
 from qgemm.fusion import branches
 from qgemm.fusion.attention import OUT, constants_of, find_attention, find_cross_attention, is_attention
 from qgemm.fusion.branches import ACTIVATION, MLP_LAYERS, NotFused, child_of, code_of, dotted
+from qgemm.fusion.orders import NORMS, Norms, is_of_other_form, orders_of_code
 from qgemm.fusion.probe import find_norm
 from qgemm.fusion.verify import Call
 from qgemm.nn.blocks.attention import CACHES
-from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer, Step
+from qgemm.nn.blocks.layer import Branch, CalledBranch, FusedLayer, Step
 from qgemm.nn.blocks.layer_input import LAYER_INPUT
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
@@ -33,38 +34,6 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", _SHARED)
 _Places = tuple[tuple[nn.Module, str, nn.Module], ...]
 
 
-@dataclass(frozen=True)
-class _Norms:
-    """What the norms of a layer are called; and how the layer's parts follow one another."""
-
-    attention: str = ""
-    attention_out: str = ""
-    mlp: str = ""
-    mlp_out: str = ""
-    form: Form = "in a row"
-
-    @property
-    def names(self) -> set[str]:
-        return {self.attention, self.attention_out, self.mlp, self.mlp_out} - {""}
-
-
-_NORMS = (
-    _Norms("input_layernorm", "", "post_attention_layernorm"),
-    _Norms("input_layernorm", "", "post_attention_layernorm", form="side by side"),
-    _Norms("input_layernorm", form="side by side"),
-    _Norms("ln_1", "", "ln_2"),
-    _Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    _Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-    _Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-    _Norms("layer_norm1", "", "layer_norm2"),
-    _Norms("operator_norm", "", "ffn_norm"),
-    _Norms("input_layernorm", "", "pre_ff_layernorm"),
-    _Norms("self_attn_layer_norm", "", "final_layer_norm"),
-    _Norms("", "self_attn_layer_norm", "", "final_layer_norm", form="norms last"),
-    _Norms("", "sa_layer_norm", "", "output_layer_norm", form="norms last"),
-    _Norms("", "attention.output.LayerNorm", "", "output.LayerNorm", form="norms last"),
-    _Norms("ln_attn", "", "ln_mlp", form="side by side"),
-)
 _CROSS = "encoder_attn"
 _CROSS_NORM = "encoder_attn_layer_norm"
 # What arguments of a layer are called in a call of its attention to an encoder.
@@ -206,7 +175,8 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
         found = _find_parts(layer)
     except NotFused as error:
         return Candidates((), (), str(error))
-    orders = [each for each in _NORMS if each.names == found.norms] or _orders_of_code(layer, found)
+    of_code = partial(orders_of_code, layer, found.norms, found.mixer, found.mlp or "fc1")
+    orders = [each for each in NORMS if each.names == found.norms] or of_code()
     if not orders:
         return Candidates((), (), f"norms called {', '.join(sorted(found.norms))} are unknown")
     made = _find_branches(layer, found, call)
@@ -229,7 +199,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
             called=called,
         )
         for order in orders
-        if not _is_of_other_form(layer, orders, order)
+        if not is_of_other_form(layer, orders, order)
         for residual_first in ((True, False) if order.form == "side by side" else (True,))
     ]
     return Candidates(tuple(fused), tuple(made.parts), "; ".join(made.reasons))
@@ -253,32 +223,6 @@ def _candidates_of_single(layer: nn.Module, norm: str, name: str, call: Call) ->
     passed_over, called = _places(layer, [branch], [step])
     fused = FusedLayer("in a row", (Step(branch, step),), defaults=defaults, passed_over=passed_over, called=called)
     return Candidates((fused,), (part,), "")
-
-
-def _orders_of_code(layer: nn.Module, found: _Parts) -> list[_Norms]:
-    """How norms of other names may follow one another: as the code of ``layer`` comes to them, and its parts."""
-    mlp = found.mlp or "fc1"
-    parts = [name for name in code_of(layer).co_names if name in {*found.norms, found.mixer, mlp}]
-    if {*parts} != {*found.norms, found.mixer, mlp} or parts.index(found.mixer) > parts.index(mlp):
-        return []
-    first, second = parts.index(found.mixer), parts.index(mlp)
-    before, between, behind = parts[:first], parts[first + 1 : second], parts[second + 1 :]
-    one, two, last = (each[0] if each else "" for each in (before, between, behind))
-    shape = len(before), len(between), len(behind)
-    if shape == (1, 0, 0):
-        return [_Norms(one, form="side by side")]
-    if shape == (2, 0, 0):
-        return [_Norms(before[0], "", before[1], form="side by side")]
-    if shape == (1, 2, 1):
-        return [_Norms(one, between[0], between[1], last)]
-    if shape == (0, 1, 1):
-        nested = _Norms(two, "", last)  # attention(norm(x)): the code comes to a call before its arguments
-        return [nested, _Norms("", two, "", last), _Norms("", two, "", last, form="norms last")]
-    if shape == (0, 0, 1):
-        return [_Norms("", "", last)]
-    if shape in ((1, 1, 0), (0, 1, 0)):
-        return [_Norms(one, "", two), _Norms(one, "", two, form="side by side")]
-    return []
 
 
 class _Branches:
@@ -361,13 +305,13 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
         made.add("layer input", branches.LAYER_INPUT[0], lambda: branches.find_layer_input(layer), None)
     mlp = made.of.get("mlp")
     if found.beside and isinstance(mlp, FusedMlp):
-        order = next(each for each in _NORMS if each.names == found.norms)
+        order = next(each for each in NORMS if each.names == found.norms)
         both = branches.find_mlp_and_mixture
         made.add("mixture", "experts", lambda: both(layer, mlp, (order.mlp, order.mlp_out), made.norms), None)
     return made
 
 
-def _steps(found: _Parts, order: _Norms, made: _Branches) -> tuple[Step, ...]:
+def _steps(found: _Parts, order: Norms, made: _Branches) -> tuple[Step, ...]:
     """The steps of a layer whose norms are in ``order``."""
     norms, of = made.norms, made.of
     steps = [Step(of["attention"], norms.get(order.attention), norms.get(order.attention_out))]
@@ -449,17 +393,6 @@ def find_norm_step(module: nn.Module) -> NormStep | None:
         return None
     norm = find_norm(module)
     return None if norm is None or norm.is_layer else NormStep(module, norm)
-
-
-def _is_of_other_form(layer: nn.Module, orders: Sequence[_Norms], order: _Norms) -> bool:
-    """Whether ``layer`` says that of the forms for norms of these names it has another than ``order``."""
-    if len(orders) == 1:
-        return False
-    if hasattr(layer, "do_layer_norm_before"):
-        return (order.form == "in a row") != layer.do_layer_norm_before
-    return (order.form == "side by side") != getattr(layer, "use_parallel_residual", False) and (
-        any(each.form == "side by side" for each in orders)
-    )
 
 
 def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]) -> tuple[_Places, _Places]:
