@@ -44,7 +44,7 @@ _QUERY_KEY_VALUE = (
 )
 _BY_HEAD = ("query_key_value",)
 _LATENTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
-OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin", "Wo")
+OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin", "Wo", "projection_layer")
 _HEAD_NORMS = (
     ("q_norm", "k_norm"),
     ("q_layernorm", "k_layernorm"),

@@ -41,19 +41,26 @@ NORMS = (
     Norms("self_attn_layer_norm", "", "final_layer_norm"),
     Norms("", "self_attn_layer_norm", "", "final_layer_norm", form="norms last"),
     Norms("", "sa_layer_norm", "", "output_layer_norm", form="norms last"),
-    Norms("", "attention.output.LayerNorm", "", "output.LayerNorm", form="norms last"),
     Norms("ln_attn", "", "ln_mlp", form="side by side"),
 )
 
 
-def orders_of_code(layer: nn.Module, norms: Collection[str], mixer: str, mlp: str) -> list[Norms]:
-    """How ``norms`` of other names may follow one another: as the code of ``layer`` comes to them and its parts."""
+def orders_of_parts(layer: nn.Module, norms: Collection[str], mixer: str, mlp: str) -> list[Norms]:
+    """How ``norms`` of other names may follow one another: as the code of ``layer`` comes to them and its parts.
+
+    ``mixer``, ``mlp``: their names. Where the layer itself has no MLP, the modules that have its parts come in order.
+    """
+    if not mlp and "intermediate" in layer._modules:
+        of_mixer, of_mlp = norms
+        return [Norms(of_mixer, "", of_mlp), Norms("", of_mixer, "", of_mlp, form="norms last")]
+    mixer, mlp = mixer.partition(".")[0], mlp or "fc1"
     parts = [name for name in code_of(layer).co_names if name in {*norms, mixer, mlp}]
     if {*parts} != {*norms, mixer, mlp} or parts.index(mixer) > parts.index(mlp):
         return []
     first, second = parts.index(mixer), parts.index(mlp)
     before, between, behind = parts[:first], parts[first + 1 : second], parts[second + 1 :]
     one, two, last = (each[0] if each else "" for each in (before, between, behind))
+    # The code comes to a call before its arguments: mlp(norm(x)) has the norm behind.
     shape = len(before), len(between), len(behind)
     if shape == (1, 0, 0):
         return [Norms(one, form="side by side")]
@@ -62,8 +69,12 @@ def orders_of_code(layer: nn.Module, norms: Collection[str], mixer: str, mlp: st
     if shape == (1, 2, 1):
         return [Norms(one, between[0], between[1], last)]
     if shape == (0, 1, 1):
-        nested = Norms(two, "", last)  # attention(norm(x)): the code comes to a call before its arguments
+        nested = Norms(two, "", last)
         return [nested, Norms("", two, "", last), Norms("", two, "", last, form="norms last")]
+    if shape == (1, 0, 1):
+        return [Norms(one, "", last)]
+    if shape == (0, 2, 0):
+        return [Norms(two, "", between[1]), Norms("", two, between[1])]
     if shape == (0, 0, 1):
         return [Norms("", "", last)]
     if shape in ((1, 1, 0), (0, 1, 0)):

@@ -1,0 +1,112 @@
+"""Fused encoders: the same numbers as unfused ones, and what differs by little from their structures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import Example
+from torch import nn
+
+from fusion.encoders import CALLED, DECODERS_ALONE, LAYER_SCALES, NORMS_FIRST
+from fusion.test_fuse import BOTH, fused_parts
+from qgemm import fuse, fusion_report, quantize_model
+from qgemm.fusion.verify import MAX_ERROR
+from qgemm.nn.blocks.binding import fused_of
+
+ENCODERS = {**LAYER_SCALES, **NORMS_FIRST, **DECODERS_ALONE, **CALLED}
+FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
+    **dict.fromkeys(ENCODERS, (BOTH, BOTH)),
+    **dict.fromkeys(CALLED, (("mlp",), ("mlp",))),
+}
+
+
+def quantized(family: str, dtype: torch.dtype = torch.float32) -> Example:
+    example = ENCODERS[family]()
+    quantize_model(example.model.to(dtype))
+    example.inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in example.inputs.items()}
+    return example
+
+
+@pytest.mark.slow(quick=["dinov2-dtype0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_fused_encoder_has_the_bits_of_the_model(family: str, dtype: torch.dtype) -> None:
+    example = quantized(family, dtype)
+    many = Example(example.model, {name: x.repeat(2, *[1] * (x.dim() - 1)) for name, x in example.inputs.items()})
+    expected, expected_of_many = example.output(), many.output()
+    fuse(example.model, example.inputs)
+    assert fused_parts(example.model) == FUSED[family]
+    assert all(record.error is not None and record.error <= MAX_ERROR for record in fusion_report(example.model).fused)
+    assert torch.equal(example.output(), expected)
+    assert torch.equal(many.output(), expected_of_many)
+
+
+class _PlusOne(nn.Module):
+    """A scale of zeros does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lambda1 = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + self.lambda1)
+
+
+@pytest.mark.parametrize("change", ["other scale", "one more", "a number"])
+def test_layers_with_other_parameters_are_left_alone(change: str) -> None:
+    """Even if they do nothing to the values that they have now."""
+    example = ENCODERS["dinov2"]()
+    for layer in _layers(example.model, "Layer"):
+        if change == "other scale":
+            layer.layer_scale1 = _PlusOne()
+            continue
+        layer.gate = nn.Parameter(torch.ones(64 if change == "one more" else 1))
+        own = type(layer)
+
+        class Gated(own):  # type: ignore[misc, valid-type]
+            def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor = self.gate * super().forward(hidden_states)
+                return out
+
+        layer.__class__ = Gated
+    quantize_model(example.model)
+    fuse(example.model, example.inputs)
+    name = "layer_scale1" if change == "other scale" else "gate"
+    first = next(record for record in fusion_report(example.model).records if not record.name.endswith("mlp"))
+    assert (first.parts, first.reason) == ((), f"it has {name}, which is unknown")
+
+
+@torch.no_grad()
+def test_a_decoder_alone_generates_the_same_tokens_and_attends_to_what_it_is_given_later() -> None:
+    example = quantized("bart_decoder")
+    model: Any = example.model
+    tokens, states = example.inputs["input_ids"], torch.randn(2, 5, 64)
+
+    def outputs() -> tuple[torch.Tensor, torch.Tensor]:
+        alone = model.generate(tokens, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+        return alone, model(tokens, encoder_hidden_states=states).logits
+
+    expected = outputs()
+    fuse(model)
+    assert all(map(torch.equal, outputs(), expected))
+
+
+def _layers(model: nn.Module, end: str) -> list[Any]:
+    return [module for module in model.modules() if type(module).__name__.endswith(end)]
+
+
+@pytest.mark.parametrize("family", ["dinov2", "beit"])
+def test_a_layer_scale_is_read_as_it_is(family: str) -> None:
+    """That of a model whose weights are loaded after it was fused, too."""
+    example = quantized(family)
+    fuse(example.model, example.inputs)
+    with torch.no_grad():
+        for name, parameter in example.model.named_parameters():
+            if "lambda" in name:
+                parameter.mul_(-2)
+    found = example.output()
+    assert all(fused_of(layer) is not None for layer in _layers(example.model, "Layer"))
+    fuse(example.model, example.inputs)
+    assert torch.equal(example.output(), found)
