@@ -37,6 +37,7 @@ MLP_LAYERS = (
     (("Wi",), "Wo", True),
     (("intermediate_dense",), "output_dense", False),
     (("input_linear",), "output_linear", True),
+    (("linear_fc1",), "linear_fc2", False),
 )
 ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn", "gelu_impl")
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
@@ -70,7 +71,8 @@ def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, boo
     check_has_no_limits(layer.get_submodule(mlp))
     if reason := why_apart(down):
         raise NotFused(reason)
-    act = _activation(layer, activation) if activation else _function(layer.get_submodule(mlp))
+    holder = mlp or names[0].rpartition(".")[0]
+    act = _activation(layer, activation) if activation else _function(layer.get_submodule(holder))
     return FusedMlp(merge(first), merge(down), act, find_activation(act), gated)
 
 
@@ -170,7 +172,8 @@ def _activation(layer: nn.Module, path: str) -> Callable[[Tensor], Tensor]:
 
 
 def _function(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
-    called = [function for name, function in _FUNCTIONS.items() if name in code_of(mlp).co_names]
+    names, own = code_of(mlp).co_names, inspect.unwrap(type(mlp).forward).__globals__
+    called: list[Callable[[Tensor], Tensor]] = [own.get(name, act) for name, act in _FUNCTIONS.items() if name in names]
     if len(called) != 1:
         raise NotFused("its activation is unknown")
     return called[0]

@@ -186,7 +186,8 @@ def _find_parts_of_bert(layer: nn.Module, has_states: bool) -> _Parts:
     if own != {*dense, *norms} or len(norms) != 2 or mixer == "attention":
         raise NotFused("its parts have unknown names")
     layers = (("intermediate.dense",), "output.dense", False)
-    return _Parts(mixer, dense[0], "", layers, "intermediate.intermediate_act_fn", tuple(norms))
+    act = child_of(layer.get_submodule("intermediate"), ACTIVATION)
+    return _Parts(mixer, dense[0], "", layers, act and f"intermediate.{act}", tuple(norms))
 
 
 def find_candidates(layer: nn.Module, call: Call) -> Candidates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,6 +23,18 @@ def _model(name: str, inputs: Callable[[], dict[str, Tensor]], **settings: Any) 
                 if "lambda" in own:  # ones, or next to nothing, in a new model
                     parameter.copy_(torch.rand(parameter.shape) + 0.5)
         return found
+
+    return build
+
+
+def _tower(module: str, name: str, config: str, **settings: Any) -> Callable[[], Example]:
+    """Of images of 4 x 4 patches, one behind another, each of two frames, three colours and 4 x 4 pixels."""
+
+    def build() -> Example:
+        there = import_module(f"transformers.models.{module}.modeling_{module}")
+        inputs = {"hidden_states": random(32, 3 * 2 * 4 * 4), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+        sizes = {"depth": 2, "num_heads": 4, "patch_size": 4, "out_hidden_size": 64}
+        return example(getattr(there, name), getattr(there, config)(**sizes, **settings), **inputs)
 
     return build
 
@@ -86,4 +99,31 @@ _DECODER = {
 DECODERS_ALONE: dict[str, Callable[[], Example]] = {
     "bart_decoder": language_model("BartForCausalLM", **_DECODER),
     "marian_decoder": language_model("MarianForCausalLM", **_DECODER, pad_token_id=0),
+}
+
+_NUMBERED = {"hidden_size": 64, "intermediate_size": 96, "num_position_embeddings": 16}
+PACKED: dict[str, Callable[[], Example]] = {
+    "qwen2_vl": _tower("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", embed_dim=64),
+    # Windows in one layer, with gated MLPs.
+    "qwen2_5_vl": _tower(
+        "qwen2_5_vl",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Qwen2_5_VLVisionConfig",
+        **{"hidden_size": 64, "intermediate_size": 96, "window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": _tower(
+        "qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig", **_NUMBERED, deepstack_visual_indexes=[0]
+    ),
+}
+OTHER_ATTENTION: dict[str, Callable[[], Example]] = {
+    # Queries, keys and values in one layer.
+    "blip_2": _model("Blip2VisionModel", _pixels, **_IMAGE),
+    # Queries that are scaled, and rotated; an activation that is a function.
+    "esm": language_model("EsmForMaskedLM", **_TEXT, position_embedding_type="rotary", token_dropout=False),
+    # Cosines and sines without a dimension of the batch.
+    "pixtral": _model(
+        "PixtralVisionModel",
+        lambda: {**_pixels(), "image_sizes": torch.tensor([[16, 16], [16, 16]])},
+        **{**DEPTH, "intermediate_size": 96, "head_dim": 16, "image_size": 16, "patch_size": 8},
+    ),
 }

@@ -22,7 +22,7 @@ import torch
 import torch.nn.modules.module as _of_all_modules
 from torch import Tensor, nn
 
-from qgemm.nn.blocks.attention import FusedAttention
+from qgemm.nn.blocks.attention import SEQUENCES, FusedAttention
 from qgemm.nn.blocks.binding import fused_of, has_own_forward
 from qgemm.nn.blocks.cross_attention import STATES, FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
@@ -148,6 +148,9 @@ class FusedLayer:
             config = getattr(getattr(attention, "module", None), "config", None)
             if getattr(config, "_attn_implementation", "") == "eager":  # which returns weights unasked
                 return None
+        if isinstance(attention, FusedAttention) and attention.packed:
+            if context.get(SEQUENCES) is None or "flash" in str(attention.module.config._attn_implementation):
+                return None  # which takes all sequences at once
         if isinstance(attention, FusedAttention | FusedLatentAttention):
             cache = context.get(attention.cache_name)
             if vars(attention.module.config).get("_output_attentions"):
