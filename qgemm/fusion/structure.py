@@ -36,8 +36,8 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", _SHARED)
 _Places = tuple[tuple[nn.Module, str, nn.Module], ...]
 
 
-_CROSS = "encoder_attn"
-_CROSS_NORM = "encoder_attn_layer_norm"
+_CROSS = ("encoder_attn", "cross_attention")  # each with a norm of that name
+_CROSS_NORM = "{}_layer_norm"
 # What arguments of a layer are called in a call of its attention to an encoder.
 _OF_ENCODER: dict[str, str | None] = {
     "attention_mask": None,
@@ -47,6 +47,7 @@ _OF_ENCODER: dict[str, str | None] = {
 _CACHES = (*CACHES, "cache_params")
 _SCALE = "layer_scalar"
 _BERT = ("attention", "intermediate", "output")
+_BERT_OUT = "attention.output.dense"
 _INNER = ("self", "attention", "attn")  # attention, in a module with what is behind it
 
 
@@ -67,8 +68,9 @@ class _Parts:
     """The parts of a layer, by their names in it.
 
     ``mixer``: the module that computes attention, or what is in its place (``is_attention``), and ``out`` the layer
-    behind it. ``crosses``: whether attention to an encoder follows. ``mlp``: the module, empty if its layers are the
-    layer's own. ``beside``: whether a mixture is beside it. ``has_input``: whether the layer has an input of its own.
+    behind it. ``crosses``: the attention to an encoder that follows, if any. ``mlp``: the module, empty if its layers
+    are the layer's own. ``beside``: whether a mixture is beside it. ``has_input``: whether the layer has an input of
+    its own.
     """
 
     mixer: str
@@ -78,7 +80,7 @@ class _Parts:
     activation: str
     norms: Collection[str]
     is_attention: bool = True
-    crosses: bool = False
+    crosses: str = ""
     beside: bool = False
     has_input: bool = False
 
@@ -129,10 +131,11 @@ def _find_parts(layer: nn.Module, call: Call) -> _Parts:
     children, others = set(layer._modules), set(_others(layer))
     attention, mlp = child_of(layer, _ATTENTION), child_of(layer, _MLP)
     norms = {name for name, child in layer._modules.items() if _is_norm(child)}
-    can_cross, beside = {_CROSS, _CROSS_NORM} <= children, {*branches.BESIDE, *branches.BESIDE_NORMS} <= children
+    cross = next((name for name in _CROSS if {name, _CROSS_NORM.format(name)} <= children), "")
+    beside = {*branches.BESIDE, *branches.BESIDE_NORMS} <= children
     has_input = {*branches.LAYER_INPUT, branches.LAYER_INPUT_NORM} <= children
     for names, own, is_there in (
-        ((_CROSS,), (_CROSS_NORM,), can_cross),
+        ((cross,), (_CROSS_NORM.format(cross),), cross),
         (branches.BESIDE, branches.BESIDE_NORMS, beside),
         (branches.LAYER_INPUT, (branches.LAYER_INPUT_NORM,), has_input),
     ):
@@ -147,6 +150,10 @@ def _find_parts(layer: nn.Module, call: Call) -> _Parts:
         raise NotFused(f"it has {', '.join(sorted(others))} in the place of attention")
     mixer = attention or others.pop()
     holder = layer.get_submodule(mlp)
+    told = inspect.signature(type(holder).forward).parameters.values() if mlp else ()
+    more = [each.name for each in [*told][3 if _adds(holder) else 2 :] if each.kind is not each.VAR_KEYWORD]
+    if more:
+        raise NotFused(f"its {mlp} takes {more[0]}, too")
     layers = next((each for each in MLP_LAYERS if {*each[0], each[1]} <= set(holder._modules)), None)
     activation = next((name for name in ACTIVATION if callable(getattr(holder, name, None))), "")
     return _Parts(
@@ -156,7 +163,7 @@ def _find_parts(layer: nn.Module, call: Call) -> _Parts:
         activation and dotted(mlp, activation),
         frozenset(norms),
         attention != "",
-        can_cross and has_states,
+        cross if has_states else "",
         beside,
         has_input,
     )
@@ -180,14 +187,15 @@ def _find_parts_of_bert(layer: nn.Module, has_states: bool) -> _Parts:
     mixer = dotted("attention", child_of(layer.get_submodule("attention"), _INNER))
     elsewhere = (f"{mixer}.", "crossattention.")
     modules = {name: each for name, each in layer.named_modules() if not f"{name}.".startswith(elsewhere)}
-    dense = ("attention.output.dense", "intermediate.dense", "output.dense")
+    out = _BERT_OUT if _BERT_OUT in modules else ""  # else it is the mixer's own
+    dense = {out, "intermediate.dense", "output.dense"} - {""}
     norms = [name for name, module in modules.items() if _is_norm(module)]
     own = {name for name, module in modules.items() if name and module._parameters}
     if own != {*dense, *norms} or len(norms) != 2 or mixer == "attention":
         raise NotFused("its parts have unknown names")
     layers = (("intermediate.dense",), "output.dense", False)
     act = child_of(layer.get_submodule("intermediate"), ACTIVATION)
-    return _Parts(mixer, dense[0], "", layers, act and f"intermediate.{act}", tuple(norms))
+    return _Parts(mixer, out, "", layers, act and f"intermediate.{act}", tuple(norms))
 
 
 def find_candidates(layer: nn.Module, call: Call) -> Candidates:
@@ -197,7 +205,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
             branches.find_scales(layer, 0)
             return _candidates_of_single(layer, *single, call)
         found = _find_parts(layer, call)
-        scales = branches.find_scales(layer, 2 + found.crosses + found.has_input)
+        scales = branches.find_scales(layer, 2 + bool(found.crosses) + found.has_input)
     except NotFused as error:
         return Candidates((), (), str(error))
     orders = [each for each in NORMS if each.names == {*found.norms}] or orders_of_parts(
@@ -220,7 +228,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
             residual_first=residual_first,
             scale=(layer, _SCALE) if _SCALE in layer._buffers else None,
             limited={"clamp", "finfo"} <= {*code_of(layer).co_names},
-            crosses=found.crosses,
+            crosses=found.crosses != "",
             defaults=_defaults(layer),
             passed_over=passed_over,
             called=called,
@@ -286,7 +294,7 @@ class _Branches:
 def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
     names = {*found.norms}
     for own, is_there in (
-        ((_CROSS_NORM,), found.crosses),
+        ((_CROSS_NORM.format(found.crosses),), found.crosses),
         (branches.BESIDE_NORMS, found.beside),
         ((branches.LAYER_INPUT_NORM,), found.has_input),
     ):
@@ -312,11 +320,11 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
         made.of["attention"] = CalledBranch(mixer, False, _told(layer, mixer, defaults))
         made.reasons.append(f"{found.mixer}: {type(mixer).__name__} is called as it is")
     if found.crosses:
-        cross = layer.get_submodule(_CROSS)
-        last = layer.get_submodule(dotted(_CROSS, child_of(cross, OUT)))
+        cross = layer.get_submodule(found.crosses)
+        last = layer.get_submodule(dotted(found.crosses, child_of(cross, OUT)))
         made.add(
             "cross attention",
-            _CROSS,
+            found.crosses,
             lambda: find_cross_attention(cross, last, _OF_ENCODER, defaults, call),
             CalledBranch(cross, True, _OF_ENCODER),
         )
@@ -345,7 +353,7 @@ def _steps(found: _Parts, order: Norms, made: _Branches, scales: Sequence[tuple[
     norms, of = made.norms, made.of
     steps = [Step(of["attention"], norms.get(order.attention), norms.get(order.attention_out))]
     if found.crosses:
-        places = (None, norms[_CROSS_NORM])
+        places = (None, norms[_CROSS_NORM.format(found.crosses)])
         steps.append(Step(of["cross attention"], *(places if order.form == "norms last" else places[::-1])))
     if found.beside:
         steps.append(Step(of["mixture"], None, norms.get(order.mlp_out)))

@@ -85,6 +85,7 @@ NORMS_FIRST: dict[str, Callable[[], Example]] = {
 CALLED: dict[str, Callable[[], Example]] = {
     "deberta_v2": language_model("DebertaV2ForMaskedLM", **_TEXT, relative_attention=True, pos_att_type=["p2c", "c2p"]),
     "roformer": language_model("RoFormerForMaskedLM", **_TEXT),
+    "mpnet": language_model("MPNetForMaskedLM", **_TEXT),
     "tapas": language_model("TapasForMaskedLM", **_TEXT),  # whose layers return one value in a tuple
 }
 _DECODER = {
@@ -100,6 +101,16 @@ DECODERS_ALONE: dict[str, Callable[[], Example]] = {
     "bart_decoder": language_model("BartForCausalLM", **_DECODER),
     "marian_decoder": language_model("MarianForCausalLM", **_DECODER, pad_token_id=0),
 }
+
+
+def nllb(**settings: Any) -> Example:
+    """With attention to its encoder by another name, and mixtures that are told which tokens are padding."""
+    encoder = {name.replace("decoder", "encoder"): value for name, value in _DECODER.items()}
+    build = language_model("NllbMoeForConditionalGeneration", **{**encoder, **_DECODER}, num_experts=4, **settings)
+    found = build()
+    found.inputs = {**found.inputs, "decoder_input_ids": found.inputs["input_ids"][:, :3]}
+    return found
+
 
 _NUMBERED = {"hidden_size": 64, "intermediate_size": 96, "num_position_embeddings": 16}
 PACKED: dict[str, Callable[[], Example]] = {

@@ -9,16 +9,17 @@ import torch
 from families import Example
 from torch import nn
 
-from fusion.encoders import CALLED, DECODERS_ALONE, LAYER_SCALES, NORMS_FIRST, OTHER_ATTENTION, PACKED
-from fusion.test_fuse import BOTH, fused_parts
+from fusion.encoders import CALLED, DECODERS_ALONE, LAYER_SCALES, NORMS_FIRST, OTHER_ATTENTION, PACKED, nllb
+from fusion.test_fuse import BOTH, WITH_ENCODER, fused_parts
 from qgemm import fuse, fusion_report, quantize_model
 from qgemm.fusion.verify import MAX_ERROR
 from qgemm.nn.blocks.binding import fused_of
 
-ENCODERS = {**LAYER_SCALES, **NORMS_FIRST, **DECODERS_ALONE, **PACKED, **OTHER_ATTENTION, **CALLED}
+ENCODERS = {**LAYER_SCALES, **NORMS_FIRST, **DECODERS_ALONE, **PACKED, **OTHER_ATTENTION, **CALLED, "nllb": nllb}
 FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(ENCODERS, (BOTH, BOTH)),
     **dict.fromkeys(CALLED, (("mlp",), ("mlp",))),
+    "nllb": (BOTH, BOTH, WITH_ENCODER, WITH_ENCODER),
 }
 
 
@@ -113,6 +114,21 @@ def test_a_layer_scale_is_read_as_it_is(family: str) -> None:
     assert all(fused_of(layer) is not None for layer in _layers(example.model, "Layer"))
     fuse(example.model, example.inputs)
     assert torch.equal(example.output(), found)
+
+
+@torch.no_grad()
+def test_mlps_that_are_told_more_are_left_alone() -> None:
+    """What it is doesn't show in a forward without padding."""
+    example = nllb(encoder_sparse_step=1, expert_capacity=64)
+    model: Any = quantize_model(example.model)
+    tokens = example.inputs["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[0, -3:] = 0
+    encoder = model.get_encoder()
+    expected = encoder(tokens, attention_mask=mask).last_hidden_state
+    fuse(model, example.inputs)
+    assert fusion_report(model).records[0].reason == "its ffn takes padding_mask, too"
+    assert torch.equal(encoder(tokens, attention_mask=mask).last_hidden_state, expected)
 
 
 def _attention_of(name: str, change: str) -> Example:
