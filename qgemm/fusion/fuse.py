@@ -84,7 +84,7 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
     """Fuses a layer, or an MLP by itself, of which there was a ``call``."""
     kind = type(layer).__name__
     if call is None:
-        reason = problem or "it can't be verified: the model's forward doesn't call it"
+        reason = problem or "it can't be verified: the model's forward doesn't call it, or by old names of arguments"
         return FusionRecord(name, kind, (), reason, None)
     if "forward" in vars(layer):
         return FusionRecord(name, kind, (), "its forward was replaced, as accelerate's hooks do", None)

@@ -56,7 +56,9 @@ def record_calls(
         named = dict(zip(names, args, strict=False))
         x = named.pop(names[0], None)
         if x is None:
-            x = others.pop(names[0])
+            x = others.pop(names[0], None)
+        if x is None:  # by a name that is no longer the argument's
+            return
         # Copies: code around a layer may change its output in place.
         kept = tuple(map(_copied, output)) if isinstance(output, tuple) else _copied(output)
         others = {name: _as_it_is(value) for name, value in {**named, **others}.items()}

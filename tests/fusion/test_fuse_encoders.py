@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -129,6 +130,28 @@ def test_mlps_that_are_told_more_are_left_alone() -> None:
     fuse(model, example.inputs)
     assert fusion_report(model).records[0].reason == "its ffn takes padding_mask, too"
     assert torch.equal(encoder(tokens, attention_mask=mask).last_hidden_state, expected)
+
+
+def test_layers_that_are_called_by_other_names_of_arguments() -> None:
+    """Those that Mllama's layers had before: what else the model has is fused."""
+    example = ENCODERS["beit"]()
+    for layer in _layers(example.model, "Layer"):
+        own = type(layer).forward
+
+        @functools.wraps(own)
+        def forward(self: Any, *args: Any, own: Any = own, **others: Any) -> Any:
+            return own(self, others.pop("old_name"), **others)
+
+        layer.__class__ = type("Renamed", (type(layer),), {"forward": forward, "__call__": _by_old_name})
+    quantize_model(example.model)
+    expected = example.output()
+    fuse(example.model, example.inputs)
+    assert fused_parts(example.model) == ((), ("mlp",)) * 2
+    assert torch.equal(example.output(), expected)
+
+
+def _by_old_name(self: nn.Module, x: torch.Tensor, *args: Any, **others: Any) -> Any:
+    return nn.Module.__call__(self, old_name=x, **others)
 
 
 def _attention_of(name: str, change: str) -> Example:
