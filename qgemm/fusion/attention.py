@@ -18,6 +18,7 @@ from qgemm.fusion.verify import MAX_ERROR, Call, error_of_attention
 from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.attention import (
     CACHES,
+    SEQUENCES,
     SHARED_STATES,
     FusedAttention,
     HeadNorms,
@@ -25,6 +26,7 @@ from qgemm.nn.blocks.attention import (
     Rotation,
     SharedStates,
     Temperature,
+    cosines_and_sines,
 )
 from qgemm.nn.blocks.cross_attention import FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
@@ -35,16 +37,18 @@ _QUERY_KEY_VALUE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("q_lin", "k_lin", "v_lin"),
+    ("q", "k", "v"),
     ("qkv_proj",),
     ("c_attn",),
     ("query_key_value",),
     ("Wqkv",),
+    ("qkv",),
     ("q_proj", "k_proj"),  # values are the keys
     ("q_proj",),  # keys and values are another layer's
 )
 _BY_HEAD = ("query_key_value",)
 _LATENTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
-OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin", "Wo")
+OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin", "Wo", "projection_layer", "projection", "proj")
 _HEAD_NORMS = (
     ("q_norm", "k_norm"),
     ("q_layernorm", "k_layernorm"),
@@ -68,6 +72,18 @@ class OneByOne:
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Both, ``[B, H, S, D]``."""
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+
+
+@dataclass(frozen=True)
+class OfTokens:
+    """``(q, k, cos, sin) -> (q, k)`` of a function that turns heads ``[B, S, H, D]``."""
+
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, ``[B, H, S, D]``."""
+        q, k = self.rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -108,7 +124,7 @@ def find_attention(
     last = merge([out])
     qkv = merge([attention._modules[name] for name in names])
     if len(names) == 1 and names[0] != "q_proj":
-        heads = attention.config.num_attention_heads
+        heads = getattr(attention.config, "num_attention_heads", None) or attention.num_heads
         kv_heads = (qkv.layers[0].out_features // head_dim - heads) // 2
     else:
         heads, kv_heads, *_ = (*(layer.out_features // head_dim for layer in qkv.layers), 0)
@@ -144,9 +160,8 @@ def find_attention(
         position_scale=_position_scale(attention),
         untold=tuple(untold),
         cache_name=cache_name,
+        packed=SEQUENCES in inspect.signature(type(attention).forward).parameters,
     )
-    if out not in attention._modules.values():
-        return fused  # it is more than its module, and the layer shows whether it is right
     candidates = [fused, replace(fused, rotate=None, rotation=None)]
     if fused.norms is not None:
         candidates.append(replace(fused, norms=replace(fused.norms, layout="rotated")))
@@ -189,8 +204,11 @@ def find_cross_attention(
 def _with_scaled_queries(candidates: Sequence[Any]) -> list[Any]:
     """``candidates``, and ahead of them the same that scale queries where the code has a 1.0, as of scores.
 
-    That may be of something else, as in Llama 4; what differs are roundings.
+    That may be of something else, as in Llama 4; what differs are roundings. Behind them those of models whose scores
+    have a scale of 1 because they scale queries, as ESM.
     """
+    if candidates[0].scaling == 1.0:
+        return [*candidates, *(replace(each, query_scaling=each.head_dim**-0.5) for each in candidates)]
     if not any(type(each) is float and each == 1.0 for each in constants_of(candidates[0].module)):
         return [*candidates]
     return [*(replace(each, scaling=1.0, query_scaling=each.scaling) for each in candidates), *candidates]
@@ -203,6 +221,7 @@ def _check_uses_all(attention: nn.Module, *used: nn.Module | None) -> None:
     """
     own = attention._modules.items()
     others = [name for name, child in own if child is not None and child not in used and [*child.parameters()]]
+    others += [name for name, value in attention._parameters.items() if value is not None and name != "sinks"]
     if others:
         raise NotFused(f"{type(attention).__name__} has more than projections and norms: {', '.join(others)}")
 
@@ -256,19 +275,20 @@ def _told(attention: Any) -> tuple[Any, Any, float, int]:
 def _rotate(attention: nn.Module) -> Any:
     """The function ``(q, k, cos, sin) -> (q, k)`` that the module calls, or None."""
     called = {name for name in code_of(attention).co_names if "rotary" in name and name.startswith("apply")}
-    if unknown := called - {_ROTATE, _ROTATE_COMPLEX}:
-        raise NotFused(f"{type(attention).__name__} rotates by {min(unknown)}, which is unknown")
     if not called:
         return None
-    (name,) = called
-    function: Any = getattr(sys.modules[type(attention).__module__], name)
-    arguments = list(inspect.signature(function).parameters)
-    if name == _ROTATE_COMPLEX:
-        if arguments[2:] != ["freqs_cis"]:
-            raise NotFused(f"{type(attention).__name__} rotates by {name}, which is unknown")
+    name = min(called)
+    function: Any = getattr(sys.modules[type(attention).__module__], name, None)
+    parameters = [] if function is None else [*inspect.signature(function).parameters.values()]
+    needed = [each.name for each in parameters if each.default is each.empty]
+    if len(called) == 1 and name == _ROTATE_COMPLEX and needed[2:] == ["freqs_cis"]:
         return ByComplexNumbers(function)
-    # Whose second argument is the keys, or cosines already.
-    return OneByOne(function) if arguments[1] == "cos" else function
+    if len(called) == 1 and name == _ROTATE:
+        # Whose second argument is the keys, or cosines already.
+        return OneByOne(function) if parameters[1].name == "cos" else function
+    if len(called) == 1 and needed == ["q", "k", "cos", "sin"]:
+        return OfTokens(function)
+    raise NotFused(f"{type(attention).__name__} rotates by {name}, which is unknown")
 
 
 def _temperature(attention: Any) -> Temperature | None:
@@ -360,10 +380,8 @@ def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any
 
 
 def _rotation(rotate: Any, columns: int | None, call: Call) -> Rotation | None:
-    positions = call.others.get("position_embeddings")
-    if isinstance(positions, Tensor) and positions.is_complex():
-        positions = positions.real, positions.imag
-    if rotate is None or not isinstance(positions, tuple) or len(positions) != 2:
+    positions = cosines_and_sines(call.others.get("position_embeddings"))
+    if rotate is None or positions is None:
         return None
     return find_rotation(rotate, *positions, columns, call.x.dtype)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router, find_scaled_router
+from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router, find_scale, find_scaled_router
 from qgemm.fusion.verify import Call, computes_mixture
 from qgemm.nn.blocks.layer_input import FusedLayerInput
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
@@ -37,6 +37,7 @@ MLP_LAYERS = (
     (("Wi",), "Wo", True),
     (("intermediate_dense",), "output_dense", False),
     (("input_linear",), "output_linear", True),
+    (("linear_fc1",), "linear_fc2", False),
 )
 ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn", "gelu_impl")
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
@@ -70,8 +71,27 @@ def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, boo
     check_has_no_limits(layer.get_submodule(mlp))
     if reason := why_apart(down):
         raise NotFused(reason)
-    act = _activation(layer, activation) if activation else _function(layer.get_submodule(mlp))
+    holder = mlp or names[0].rpartition(".")[0]
+    act = _activation(layer, activation) if activation else _function(layer.get_submodule(holder))
     return FusedMlp(merge(first), merge(down), act, find_activation(act), gated)
+
+
+def find_scales(layer: nn.Module, branches: int) -> tuple[tuple[nn.Module, str], ...]:
+    """The vectors that the outputs of ``layer``'s ``branches`` are multiplied by, as its code comes to them, if any.
+
+    Each as its holder, the layer or a child, and its name there. Raises ``NotFused`` if the layer has other parameters.
+    """
+    found: list[tuple[nn.Module, str]] = []
+    for name in code_of(layer).co_names:
+        own, child = layer._parameters.get(name), layer._modules.get(name)
+        if own is not None and own.dim() == 1 and own.numel() > 1:
+            found.append((layer, name))
+        elif child is not None and (scale := find_scale(child)):
+            found.append((child, scale))
+    others = [name for name, own in layer._parameters.items() if own is not None and (layer, name) not in found]
+    if others or len(found) not in (0, branches):
+        raise NotFused(f"it has {min(others or [name for _, name in found])}, which is unknown")
+    return tuple(found)
 
 
 def find_layer_input(layer: nn.Module) -> FusedLayerInput:
@@ -152,7 +172,8 @@ def _activation(layer: nn.Module, path: str) -> Callable[[Tensor], Tensor]:
 
 
 def _function(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
-    called = [function for name, function in _FUNCTIONS.items() if name in code_of(mlp).co_names]
+    names, own = code_of(mlp).co_names, inspect.unwrap(type(mlp).forward).__globals__
+    called: list[Callable[[Tensor], Tensor]] = [own.get(name, act) for name, act in _FUNCTIONS.items() if name in names]
     if len(called) != 1:
         raise NotFused("its activation is unknown")
     return called[0]

@@ -84,7 +84,7 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
     """Fuses a layer, or an MLP by itself, of which there was a ``call``."""
     kind = type(layer).__name__
     if call is None:
-        reason = problem or "it can't be verified: the model's forward doesn't call it"
+        reason = problem or "it can't be verified: the model's forward doesn't call it, or by old names of arguments"
         return FusionRecord(name, kind, (), reason, None)
     if "forward" in vars(layer):
         return FusionRecord(name, kind, (), "its forward was replaced, as accelerate's hooks do", None)
@@ -165,14 +165,14 @@ def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer 
     """The one of ``candidates`` that computes what the layer does in ``call``, its error, and why it is none."""
     if not candidates:
         return None, None, ""
-    returns_tuple = isinstance(call.output, tuple)
-    if returns_tuple and len(call.output) != 2:
-        return None, None, f"it returns {len(call.output)} values"
-    if returns_tuple and _returns_bias(call):
+    returned = len(call.output) if isinstance(call.output, tuple) else 0
+    if returned > 2:
+        return None, None, f"it returns {returned} values"
+    if returned == 2 and _returns_bias(call):
         return None, None, "it returns a bias for the next layer"
     errors = [error_of(candidate, call) for candidate in candidates]
     best = min(range(len(errors)), key=errors.__getitem__)
     if errors[best] <= MAX_ERROR:
-        return replace(candidates[best], returns_tuple=returns_tuple), errors[best], ""
+        return replace(candidates[best], returned=returned), errors[best], ""
     off = f" (off by {errors[best]:.0%})" if errors[best] < float("inf") else ""
     return None, errors[best], f"it computes something else than its names say{off}"

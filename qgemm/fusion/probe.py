@@ -66,6 +66,36 @@ def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
     return best if unlike(best) <= _MAX_UNLIKE else None
 
 
+@torch.no_grad()
+def find_scale(module: nn.Module) -> str:
+    """The name of the vector that ``module`` multiplies by, if that is all it does; else empty."""
+    if len(module._parameters) != 1 or module._modules or module._buffers:
+        return ""
+    ((name, scale),) = module._parameters.items()
+    if scale is None or scale.dim() != 1:
+        return ""
+    own = copy.deepcopy(module).to_empty(device="cpu").to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((1 + _ROWS, scale.shape[0]), generator=generator).to(torch.bfloat16)
+    own.get_parameter(name).copy_(x[0])
+    return "" if _fraction_unlike(own, lambda rows: rows * x[0], x[1:]) else name
+
+
+@torch.no_grad()
+def passes_on(module: nn.Module) -> bool:
+    """Whether ``module`` returns what it is given, but in training, as paths that are dropped at random do."""
+    if isinstance(module, nn.Dropout | nn.Identity):
+        return True
+    if module._parameters or module._modules or module._buffers:
+        return False
+    own, x = copy.copy(module), torch.linspace(-_LARGE, _LARGE, 24).view(2, 3, 4)
+    own.training, given = False, x.clone()
+    try:
+        return type(own).forward(own, x) is x and torch.equal(x, given)
+    except Exception:  # whatever a module of somebody else raises
+        return False
+
+
 @one_thread()
 @torch.no_grad()
 def find_activation(activation: Callable[[Tensor], Tensor]) -> str:

@@ -7,9 +7,10 @@ several candidates, and ``verify.py`` finds out which of them computes what the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from torch import nn
@@ -17,10 +18,12 @@ from torch import nn
 from qgemm.fusion import branches
 from qgemm.fusion.attention import OUT, constants_of, find_attention, find_cross_attention, is_attention
 from qgemm.fusion.branches import ACTIVATION, MLP_LAYERS, NotFused, child_of, code_of, dotted
-from qgemm.fusion.probe import find_norm
+from qgemm.fusion.orders import NORMS, Norms, is_of_other_form, orders_of_parts
+from qgemm.fusion.probe import find_norm, find_scale, passes_on
 from qgemm.fusion.verify import Call
 from qgemm.nn.blocks.attention import CACHES
-from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer, Step
+from qgemm.nn.blocks.cross_attention import STATES
+from qgemm.nn.blocks.layer import Branch, CalledBranch, FusedLayer, Step
 from qgemm.nn.blocks.layer_input import LAYER_INPUT
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
@@ -33,49 +36,19 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", _SHARED)
 _Places = tuple[tuple[nn.Module, str, nn.Module], ...]
 
 
-@dataclass(frozen=True)
-class _Norms:
-    """What the norms of a layer are called; and how the layer's parts follow one another."""
-
-    attention: str = ""
-    attention_out: str = ""
-    mlp: str = ""
-    mlp_out: str = ""
-    form: Form = "in a row"
-
-    @property
-    def names(self) -> set[str]:
-        return {self.attention, self.attention_out, self.mlp, self.mlp_out} - {""}
-
-
-_NORMS = (
-    _Norms("input_layernorm", "", "post_attention_layernorm"),
-    _Norms("input_layernorm", "", "post_attention_layernorm", form="side by side"),
-    _Norms("input_layernorm", form="side by side"),
-    _Norms("ln_1", "", "ln_2"),
-    _Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    _Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-    _Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-    _Norms("layer_norm1", "", "layer_norm2"),
-    _Norms("operator_norm", "", "ffn_norm"),
-    _Norms("input_layernorm", "", "pre_ff_layernorm"),
-    _Norms("self_attn_layer_norm", "", "final_layer_norm"),
-    _Norms("", "self_attn_layer_norm", "", "final_layer_norm", form="norms last"),
-    _Norms("", "sa_layer_norm", "", "output_layer_norm", form="norms last"),
-    _Norms("", "attention.output.LayerNorm", "", "output.LayerNorm", form="norms last"),
-    _Norms("ln_attn", "", "ln_mlp", form="side by side"),
-)
-_CROSS = "encoder_attn"
-_CROSS_NORM = "encoder_attn_layer_norm"
+_CROSS = ("encoder_attn", "cross_attention")  # each with a norm of that name
+_CROSS_NORM = "{}_layer_norm"
 # What arguments of a layer are called in a call of its attention to an encoder.
 _OF_ENCODER: dict[str, str | None] = {
     "attention_mask": None,
-    "encoder_hidden_states": "key_value_states",
+    STATES: "key_value_states",
     "encoder_attention_mask": "attention_mask",
 }
 _CACHES = (*CACHES, "cache_params")
 _SCALE = "layer_scalar"
 _BERT = ("attention", "intermediate", "output")
+_BERT_OUT = "attention.output.dense"
+_INNER = ("self", "attention", "attn")  # attention, in a module with what is behind it
 
 
 @dataclass(frozen=True)
@@ -95,8 +68,9 @@ class _Parts:
     """The parts of a layer, by their names in it.
 
     ``mixer``: the module that computes attention, or what is in its place (``is_attention``), and ``out`` the layer
-    behind it. ``crosses``: whether attention to an encoder follows. ``mlp``: the module, empty if its layers are the
-    layer's own. ``beside``: whether a mixture is beside it. ``has_input``: whether the layer has an input of its own.
+    behind it. ``crosses``: the attention to an encoder that follows, if any. ``mlp``: the module, empty if its layers
+    are the layer's own. ``beside``: whether a mixture is beside it. ``has_input``: whether the layer has an input of
+    its own.
     """
 
     mixer: str
@@ -104,9 +78,9 @@ class _Parts:
     mlp: str
     mlp_layers: tuple[tuple[str, ...], str, bool] | None
     activation: str
-    norms: frozenset[str]
+    norms: Collection[str]
     is_attention: bool = True
-    crosses: bool = False
+    crosses: str = ""
     beside: bool = False
     has_input: bool = False
 
@@ -125,8 +99,7 @@ def is_layer(module: nn.Module) -> bool:
 
 def _find_single(layer: nn.Module) -> tuple[str, str] | None:
     """The norm and the branch of a layer that has no more: an MLP, a mixture or attention. None if it isn't one."""
-    own = ((name, each) for name, each in layer._modules.items() if each is not None)
-    children = {name: each for name, each in own if not isinstance(each, nn.Dropout | nn.Identity)}
+    children = _computing(layer)
     norms = [name for name, child in children.items() if _is_norm(child)]
     others = [name for name in children if name not in norms]
     if len(norms) != 1 or len(others) != 1:
@@ -136,26 +109,33 @@ def _find_single(layer: nn.Module) -> tuple[str, str] | None:
     return (norms[0], others[0]) if known else None
 
 
+def _computing(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of ``module`` by name, but for those that do nothing."""
+    own = module._modules.items()
+    return {name: child for name, child in own if child is not None and not passes_on(child)}
+
+
 def _others(layer: nn.Module) -> list[str]:
     """The children of ``layer`` that compute something and are neither norms nor an MLP."""
     mlp = {child_of(layer, _MLP)} - {""} or {"fc1", "fc2"}
-    children = ((name, child) for name, child in layer._modules.items() if child is not None)
-    plain = nn.Dropout | nn.Identity
     known = {*mlp, *ACTIVATION, _SHARED}
-    return [name for name, each in children if name not in known and not _is_norm(each) and not isinstance(each, plain)]
+    others = ((name, child) for name, child in _computing(layer).items() if name not in known)
+    return [name for name, child in others if not _is_norm(child) and not find_scale(child)]
 
 
-def _find_parts(layer: nn.Module) -> _Parts:
-    """The parts of ``layer``; raises ``NotFused`` if it has others."""
+def _find_parts(layer: nn.Module, call: Call) -> _Parts:
+    """The parts that ``layer`` has in ``call``; raises ``NotFused`` if it has others."""
+    has_states = call.others.get(STATES) is not None
     if all(layer._modules.get(name) is not None for name in _BERT):
-        return _find_parts_of_bert(layer)
+        return _find_parts_of_bert(layer, has_states)
     children, others = set(layer._modules), set(_others(layer))
     attention, mlp = child_of(layer, _ATTENTION), child_of(layer, _MLP)
     norms = {name for name, child in layer._modules.items() if _is_norm(child)}
-    crosses, beside = {_CROSS, _CROSS_NORM} <= children, {*branches.BESIDE, *branches.BESIDE_NORMS} <= children
+    cross = next((name for name in _CROSS if {name, _CROSS_NORM.format(name)} <= children), "")
+    beside = {*branches.BESIDE, *branches.BESIDE_NORMS} <= children
     has_input = {*branches.LAYER_INPUT, branches.LAYER_INPUT_NORM} <= children
     for names, own, is_there in (
-        ((_CROSS,), (_CROSS_NORM,), crosses),
+        ((cross,), (_CROSS_NORM.format(cross),), cross),
         (branches.BESIDE, branches.BESIDE_NORMS, beside),
         (branches.LAYER_INPUT, (branches.LAYER_INPUT_NORM,), has_input),
     ):
@@ -170,43 +150,68 @@ def _find_parts(layer: nn.Module) -> _Parts:
         raise NotFused(f"it has {', '.join(sorted(others))} in the place of attention")
     mixer = attention or others.pop()
     holder = layer.get_submodule(mlp)
+    told = inspect.signature(type(holder).forward).parameters.values() if mlp else ()
+    more = [each.name for each in [*told][3 if _adds(holder) else 2 :] if each.kind is not each.VAR_KEYWORD]
+    if more:
+        raise NotFused(f"its {mlp} takes {more[0]}, too")
     layers = next((each for each in MLP_LAYERS if {*each[0], each[1]} <= set(holder._modules)), None)
     activation = next((name for name in ACTIVATION if callable(getattr(holder, name, None))), "")
-    out = child_of(layer.get_submodule(mixer), OUT)
     return _Parts(
-        mixer,
-        out and f"{mixer}.{out}",
+        *_find_mixer(layer, mixer),
         mlp,
         layers,
         activation and dotted(mlp, activation),
         frozenset(norms),
         attention != "",
-        crosses,
+        cross if has_states else "",
         beside,
         has_input,
     )
 
 
-def _find_parts_of_bert(layer: nn.Module) -> _Parts:
-    if getattr(layer, "chunk_size_feed_forward", 0) or layer._modules.get("crossattention") is not None:
+def _find_mixer(layer: nn.Module, name: str) -> tuple[str, str]:
+    """Where what is called ``name`` in ``layer`` has the module that mixes tokens, and the layer behind it, if any."""
+    holder = layer.get_submodule(name)
+    inner, output = child_of(holder, _INNER), holder._modules.get("output")
+    is_nested = output is not None and {*_computing(output)} == {"dense"} and {*_computing(holder)} == {inner, "output"}
+    if is_nested and not holder._parameters:
+        return f"{name}.{inner}", f"{name}.output.dense"
+    out = child_of(holder, OUT)
+    return name, out and f"{name}.{out}"
+
+
+def _find_parts_of_bert(layer: nn.Module, has_states: bool) -> _Parts:
+    crosses = layer._modules.get("crossattention") is not None
+    if getattr(layer, "chunk_size_feed_forward", 0) or (crosses and has_states):
         raise NotFused("it has cross attention, or an MLP in chunks")
-    names = {"attention.self", "attention.output.dense", "intermediate.dense", "output.dense"}
-    norms = frozenset({"attention.output.LayerNorm", "output.LayerNorm"})
-    if not names | norms <= {name for name, _ in layer.named_modules()}:
+    mixer = dotted("attention", child_of(layer.get_submodule("attention"), _INNER))
+    elsewhere = (f"{mixer}.", "crossattention.")
+    modules = {name: each for name, each in layer.named_modules() if not f"{name}.".startswith(elsewhere)}
+    out = _BERT_OUT if _BERT_OUT in modules else ""  # else it is the mixer's own
+    dense = {out, "intermediate.dense", "output.dense"} - {""}
+    norms = [name for name, module in modules.items() if _is_norm(module)]
+    own = {name for name, module in modules.items() if name and module._parameters}
+    if own != {*dense, *norms} or len(norms) != 2 or mixer == "attention":
         raise NotFused("its parts have unknown names")
     layers = (("intermediate.dense",), "output.dense", False)
-    return _Parts("attention.self", "attention.output.dense", "", layers, "intermediate.intermediate_act_fn", norms)
+    act = child_of(layer.get_submodule("intermediate"), ACTIVATION)
+    return _Parts(mixer, out, "", layers, act and f"intermediate.{act}", tuple(norms))
 
 
 def find_candidates(layer: nn.Module, call: Call) -> Candidates:
     """How ``layer`` may compute, going by a ``call`` of it. Places the weights of what is fused."""
-    if single := _find_single(layer):
-        return _candidates_of_single(layer, *single, call)
     try:
-        found = _find_parts(layer)
+        if single := _find_single(layer):
+            branches.find_scales(layer, 0)
+            return _candidates_of_single(layer, *single, call)
+        found = _find_parts(layer, call)
+        scales = branches.find_scales(layer, 2 + bool(found.crosses) + found.has_input)
     except NotFused as error:
         return Candidates((), (), str(error))
-    orders = [each for each in _NORMS if each.names == found.norms] or _orders_of_code(layer, found)
+    orders = [each for each in NORMS if each.names == {*found.norms}] or orders_of_parts(
+        layer, found.norms, found.mixer, found.mlp
+    )
+    orders = [each for each in orders if each.form == "in a row" or not scales]
     if not orders:
         return Candidates((), (), f"norms called {', '.join(sorted(found.norms))} are unknown")
     made = _find_branches(layer, found, call)
@@ -218,18 +223,18 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
     fused = [
         FusedLayer(
             order.form,
-            _steps(found, order, made),
+            _steps(found, order, made, scales),
             multiplier=_multiplier(layer),
             residual_first=residual_first,
             scale=(layer, _SCALE) if _SCALE in layer._buffers else None,
             limited={"clamp", "finfo"} <= {*code_of(layer).co_names},
-            crosses=found.crosses,
+            crosses=found.crosses != "",
             defaults=_defaults(layer),
             passed_over=passed_over,
             called=called,
         )
         for order in orders
-        if not _is_of_other_form(layer, orders, order)
+        if not is_of_other_form(layer, orders, order)
         for residual_first in ((True, False) if order.form == "side by side" else (True,))
     ]
     return Candidates(tuple(fused), tuple(made.parts), "; ".join(made.reasons))
@@ -253,32 +258,6 @@ def _candidates_of_single(layer: nn.Module, norm: str, name: str, call: Call) ->
     passed_over, called = _places(layer, [branch], [step])
     fused = FusedLayer("in a row", (Step(branch, step),), defaults=defaults, passed_over=passed_over, called=called)
     return Candidates((fused,), (part,), "")
-
-
-def _orders_of_code(layer: nn.Module, found: _Parts) -> list[_Norms]:
-    """How norms of other names may follow one another: as the code of ``layer`` comes to them, and its parts."""
-    mlp = found.mlp or "fc1"
-    parts = [name for name in code_of(layer).co_names if name in {*found.norms, found.mixer, mlp}]
-    if {*parts} != {*found.norms, found.mixer, mlp} or parts.index(found.mixer) > parts.index(mlp):
-        return []
-    first, second = parts.index(found.mixer), parts.index(mlp)
-    before, between, behind = parts[:first], parts[first + 1 : second], parts[second + 1 :]
-    one, two, last = (each[0] if each else "" for each in (before, between, behind))
-    shape = len(before), len(between), len(behind)
-    if shape == (1, 0, 0):
-        return [_Norms(one, form="side by side")]
-    if shape == (2, 0, 0):
-        return [_Norms(before[0], "", before[1], form="side by side")]
-    if shape == (1, 2, 1):
-        return [_Norms(one, between[0], between[1], last)]
-    if shape == (0, 1, 1):
-        nested = _Norms(two, "", last)  # attention(norm(x)): the code comes to a call before its arguments
-        return [nested, _Norms("", two, "", last), _Norms("", two, "", last, form="norms last")]
-    if shape == (0, 0, 1):
-        return [_Norms("", "", last)]
-    if shape in ((1, 1, 0), (0, 1, 0)):
-        return [_Norms(one, "", two), _Norms(one, "", two, form="side by side")]
-    return []
 
 
 class _Branches:
@@ -315,7 +294,7 @@ class _Branches:
 def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
     names = {*found.norms}
     for own, is_there in (
-        ((_CROSS_NORM,), found.crosses),
+        ((_CROSS_NORM.format(found.crosses),), found.crosses),
         (branches.BESIDE_NORMS, found.beside),
         ((branches.LAYER_INPUT_NORM,), found.has_input),
     ):
@@ -333,17 +312,19 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
             "attention",
             found.mixer,
             lambda: find_attention(mixer, out, defaults, call, untold),
-            CalledBranch(mixer, True, names_there, _adds(mixer)),
+            CalledBranch(
+                mixer, True, names_there, _adds(mixer), behind=out if out not in mixer._modules.values() else None
+            ),
         )
     else:
         made.of["attention"] = CalledBranch(mixer, False, _told(layer, mixer, defaults))
         made.reasons.append(f"{found.mixer}: {type(mixer).__name__} is called as it is")
     if found.crosses:
-        cross = layer.get_submodule(_CROSS)
-        last = layer.get_submodule(dotted(_CROSS, child_of(cross, OUT)))
+        cross = layer.get_submodule(found.crosses)
+        last = layer.get_submodule(dotted(found.crosses, child_of(cross, OUT)))
         made.add(
             "cross attention",
-            _CROSS,
+            found.crosses,
             lambda: find_cross_attention(cross, last, _OF_ENCODER, defaults, call),
             CalledBranch(cross, True, _OF_ENCODER),
         )
@@ -361,18 +342,18 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
         made.add("layer input", branches.LAYER_INPUT[0], lambda: branches.find_layer_input(layer), None)
     mlp = made.of.get("mlp")
     if found.beside and isinstance(mlp, FusedMlp):
-        order = next(each for each in _NORMS if each.names == found.norms)
+        order = next(each for each in NORMS if each.names == found.norms)
         both = branches.find_mlp_and_mixture
         made.add("mixture", "experts", lambda: both(layer, mlp, (order.mlp, order.mlp_out), made.norms), None)
     return made
 
 
-def _steps(found: _Parts, order: _Norms, made: _Branches) -> tuple[Step, ...]:
-    """The steps of a layer whose norms are in ``order``."""
+def _steps(found: _Parts, order: Norms, made: _Branches, scales: Sequence[tuple[nn.Module, str]]) -> tuple[Step, ...]:
+    """The steps of a layer whose norms are in ``order``. ``scales``: of all branches or of none."""
     norms, of = made.norms, made.of
     steps = [Step(of["attention"], norms.get(order.attention), norms.get(order.attention_out))]
     if found.crosses:
-        places = (None, norms[_CROSS_NORM])
+        places = (None, norms[_CROSS_NORM.format(found.crosses)])
         steps.append(Step(of["cross attention"], *(places if order.form == "norms last" else places[::-1])))
     if found.beside:
         steps.append(Step(of["mixture"], None, norms.get(order.mlp_out)))
@@ -380,7 +361,7 @@ def _steps(found: _Parts, order: _Norms, made: _Branches) -> tuple[Step, ...]:
         steps.append(Step(of["mlp" if "mlp" in of else "mixture"], norms.get(order.mlp), norms.get(order.mlp_out)))
     if found.has_input:
         steps.append(Step(of["layer input"], None, norms[branches.LAYER_INPUT_NORM]))
-    return tuple(steps)
+    return tuple([replace(step, scale=scale) for step, scale in zip_longest(steps, scales)])
 
 
 def _multiplier(layer: nn.Module) -> float:
@@ -425,7 +406,7 @@ def _other_cache(module: nn.Module, defaults: Mapping[str, Any]) -> dict[str, st
 
 def is_mlp(module: nn.Module) -> bool:
     """Whether ``module`` looks like an MLP: two or three linear layers and an activation, and nothing else."""
-    children = {name for name, child in module._modules.items() if not isinstance(child, nn.Dropout | nn.Identity)}
+    children = {*_computing(module)}
     return any(children - {*ACTIVATION} == {*first, last} for first, last, _ in MLP_LAYERS)
 
 
@@ -451,22 +432,12 @@ def find_norm_step(module: nn.Module) -> NormStep | None:
     return None if norm is None or norm.is_layer else NormStep(module, norm)
 
 
-def _is_of_other_form(layer: nn.Module, orders: Sequence[_Norms], order: _Norms) -> bool:
-    """Whether ``layer`` says that of the forms for norms of these names it has another than ``order``."""
-    if len(orders) == 1:
-        return False
-    if hasattr(layer, "do_layer_norm_before"):
-        return (order.form == "in a row") != layer.do_layer_norm_before
-    return (order.form == "side by side") != getattr(layer, "use_parallel_residual", False) and (
-        any(each.form == "side by side" for each in orders)
-    )
-
-
 def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]) -> tuple[_Places, _Places]:
     """The modules in ``layer`` that are passed over, and those that are called, each with its holder and name."""
     called = {step.module for step in norms if step.norm is None}
     for branch in found:
-        called |= {branch.module} if isinstance(branch, CalledBranch) else {*getattr(branch, "called", ())} - {None}
+        own = (branch.module, branch.behind) if isinstance(branch, CalledBranch) else getattr(branch, "called", ())
+        called |= {*own} - {None}
 
     def below(holder: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, child in holder._modules.items():
@@ -482,4 +453,5 @@ def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]
 
 
 def _is_norm(module: nn.Module | None) -> bool:
-    return module is not None and "norm" in type(module).__name__.lower()
+    # Of PreLayerNorm models, everything is called so.
+    return module is not None and "norm" in type(module).__name__.lower() and not module._modules

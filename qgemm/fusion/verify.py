@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.fusion.siblings import SiblingWatch
-from qgemm.nn.blocks.attention import CACHES, FusedAttention
+from qgemm.nn.blocks.attention import CACHES, SEQUENCES, FusedAttention
 from qgemm.nn.blocks.cross_attention import FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer import CalledBranch, FusedLayer
@@ -56,7 +56,9 @@ def record_calls(
         named = dict(zip(names, args, strict=False))
         x = named.pop(names[0], None)
         if x is None:
-            x = others.pop(names[0])
+            x = others.pop(names[0], None)
+        if x is None:  # by a name that is no longer the argument's
+            return
         # Copies: code around a layer may change its output in place.
         kept = tuple(map(_copied, output)) if isinstance(output, tuple) else _copied(output)
         others = {name: _as_it_is(value) for name, value in {**named, **others}.items()}
@@ -108,11 +110,16 @@ def error_of_attention(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(call.x.shape, generator=generator).to(call.x)
     context = {**defaults, **call.others}
+    if context.get(SEQUENCES) is not None:  # of which the call may have one
+        length = x.shape[-2]
+        context[SEQUENCES] = torch.tensor([0, length // 3, length]).to(context[SEQUENCES])
     try:
         if isinstance(fused, FusedAttention) and fused.norms is None:
             x = x * (_SPREAD / operands[0].product(x, x.dtype).float().std()).to(x.dtype)  # type: ignore[union-attr]
         names = fused.names if isinstance(fused, FusedCrossAttention) else dict.fromkeys(getattr(fused, "untold", ()))
-        expected = CalledBranch(fused.module, True, names)(x, (), None, x.dtype, context)
+        (out_of,) = fused.products[-1].layers
+        behind = None if out_of in fused.module._modules.values() else out_of
+        expected = CalledBranch(fused.module, True, names, behind=behind)(x, (), None, x.dtype, context)
         out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
         return _error(out, expected)
     except Exception:  # of a candidate that is wrong, anything may be raised

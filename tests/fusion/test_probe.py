@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from qgemm.fusion.probe import find_activation, find_norm, find_rotation, find_router, find_scaled_router
+from qgemm.fusion.probe import (
+    find_activation,
+    find_norm,
+    find_rotation,
+    find_router,
+    find_scale,
+    find_scaled_router,
+    passes_on,
+)
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.routing import Routing
@@ -58,6 +66,33 @@ def test_what_is_no_known_norm() -> None:
     assert find_norm(nn.LayerNorm(64, elementwise_affine=False)) is None
     assert find_norm(nn.LayerNorm((8, 8))) is None
     assert find_norm(nn.Identity()) is None
+
+
+class _Times(nn.Module):
+    def __init__(self, more: float) -> None:
+        super().__init__()
+        self.gamma, self.more = nn.Parameter(torch.ones(64)), more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.gamma + self.more)
+
+
+def test_layer_scales() -> None:
+    from transformers.models.dinov2.modeling_dinov2 import Dinov2Config, Dinov2LayerScale
+
+    assert find_scale(Dinov2LayerScale(Dinov2Config(hidden_size=64))) == "lambda1"
+    assert find_scale(_Times(0).to("meta")) == "gamma"
+    for module in (_Times(1), nn.LayerNorm(64), nn.PReLU(64), nn.Linear(8, 8)):
+        assert find_scale(module) == ""
+
+
+def test_what_does_nothing() -> None:
+    from transformers.models.beit.modeling_beit import BeitDropPath
+
+    for module in (nn.Identity(), nn.Dropout(0.5), BeitDropPath(0.5)):
+        assert passes_on(module)
+    for module in (nn.ReLU(inplace=True), nn.Hardtanh(-20, 20, inplace=True), nn.GELU(), nn.Linear(4, 4)):
+        assert not passes_on(module)
 
 
 def test_activations_are_found() -> None:

@@ -26,6 +26,9 @@ CACHES = ("cache", "past_key_values", "layer_past")
 Caches of the first name are told what the attention function will be told, and may change it.
 """
 
+SEQUENCES = "cu_seqlens"
+"""What the bounds of sequences one behind another are called among the arguments."""
+
 
 @dataclass(frozen=True, eq=False)
 class HeadNorms:
@@ -143,6 +146,7 @@ class FusedAttention:
     - ``temperature``, ``position_scale``: a factor of queries by their position, or None.
     - ``untold``: arguments of the layer that aren't for its attention.
     - ``cache_name``: what the cache is called among the arguments.
+    - ``packed``: whether the input is ``[S, K]``, of sequences one behind another, whose bounds ``SEQUENCES`` has.
     """
 
     module: Any
@@ -170,6 +174,7 @@ class FusedAttention:
     position_scale: PositionScale | None = None
     untold: tuple[str, ...] = ()
     cache_name: str = CACHES[0]
+    packed: bool = False
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
@@ -184,7 +189,7 @@ class FusedAttention:
         dtype: torch.dtype,
         context: Mapping[str, Any],
     ) -> Tensor:
-        """The output of the attention module for ``x [B, S, K]``, plus ``residual``, in ``dtype``.
+        """The output of the attention module for ``x [B, S, K]`` or packed ``[S, K]``, plus ``residual``, in ``dtype``.
 
         ``operands``: of its products. ``context``: what the module is called with beside ``x``.
         """
@@ -195,13 +200,15 @@ class FusedAttention:
         for name in self.untold:
             others.pop(name, None)
         cache = getattr(cache, "self_attention_cache", cache)
-        if isinstance(positions, Tensor) and positions.is_complex():
-            positions = positions.real, positions.imag
+        positions = cosines_and_sines(positions)
         seen: Any = 0
         if self.temperature is not None and cache is not None:
             seen = cache.get_seq_length(self.module.layer_idx)
             seen = seen.clone() if isinstance(seen, Tensor) else seen  # the cache counts in place
         qkv = into.product(x, dtype)
+        shape = qkv.shape[:-1]
+        if self.packed:
+            qkv = qkv[None]
         if self.shared is None or states is None:
             q, k, v = self._find_heads(qkv, positions, cache, others)
         elif self.shared.stores:
@@ -211,7 +218,7 @@ class FusedAttention:
             q, _, _ = self._find_heads(qkv, positions, None, others)
             k, v = states[self.shared.key]
             k, v = k.to(q.device), v.to(q.device)
-        shape, gate = qkv.shape[:-1], self._queries(qkv)[1] if self.gated else None
+        gate = self._queries(qkv)[1] if self.gated else None
         del qkv  # a fifth of what a long prompt takes beside weights and cache; queries, keys and values are copies
         if self.temperature is not None:
             q = self.temperature(q, seen)
@@ -222,12 +229,23 @@ class FusedAttention:
         others.update(self.told)
         if self.sinks:
             others["s_aux"] = self.module.sinks
-        attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
-        out, _ = attend(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)
+        out = self._attend(q, k, v, mask, others)
         del q, k, v
         if gate is not None:
             out = out * torch.sigmoid(gate)
         return out_of.product(out.reshape(*shape, -1), dtype, residual)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, others: dict[str, Any]) -> Tensor:
+        """What the attention function, told ``others``, returns: ``[B, S, H, D]``."""
+        attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
+        parts: Any = [(q, k, v)]
+        if self.packed:
+            others.pop("max_seqlen", None)
+            lengths = others.pop(SEQUENCES).diff().tolist()
+            parts = zip(*(each.split(lengths, dim=2) for each in (q, k, v)), strict=True)
+        told = {"dropout": 0.0, "scaling": self.scaling, **others}
+        out = [attend(self.module, *part, mask, **told)[0] for part in parts]
+        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
     def _queries(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and their gates, ``[B, S, H, D]`` each."""
@@ -267,6 +285,8 @@ class FusedAttention:
         kind, eps = "rms", 0.0
         if self.rotate is not None:
             if self.rotation is None or positions is None or positions[0].dim() != 3:
+                return None
+            if positions[0].shape[1] != qkv.shape[1]:  # the first tokens have no positions
                 return None
             cos, sin = (self.rotation.of_pairs(values) for values in positions)
         if self.norms is not None and self.norms.layout != "rotated":
@@ -313,6 +333,16 @@ class FusedAttention:
         if norms is not None:
             q, k = norms.of_rotated(q, k)
         return q, k, v
+
+
+def cosines_and_sines(positions: Any) -> tuple[Tensor, Tensor] | None:
+    """Those of ``positions``, what a model calls so among the arguments, of ``[1 or B, S, columns]`` each."""
+    if isinstance(positions, Tensor) and positions.is_complex():
+        positions = positions.real, positions.imag
+    if not isinstance(positions, tuple | list) or len(positions) != 2:
+        return None
+    cos, sin = (values[None] if values.dim() == 2 else values for values in positions)
+    return cos, sin
 
 
 def update_cache(

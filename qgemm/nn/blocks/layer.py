@@ -22,7 +22,7 @@ import torch
 import torch.nn.modules.module as _of_all_modules
 from torch import Tensor, nn
 
-from qgemm.nn.blocks.attention import FusedAttention
+from qgemm.nn.blocks.attention import SEQUENCES, FusedAttention
 from qgemm.nn.blocks.binding import fused_of, has_own_forward
 from qgemm.nn.blocks.cross_attention import STATES, FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
@@ -47,7 +47,7 @@ class CalledBranch:
 
     ``told``: whether it is called with all that the layer is called with, or with what has a name in ``names`` alone.
     By the same name but for ``names``, where None stands for what it isn't told. ``adds``: whether the module adds the
-    residual, its second argument, itself.
+    residual, its second argument, itself. ``behind``: a layer that its output goes through.
     """
 
     module: nn.Module
@@ -55,6 +55,7 @@ class CalledBranch:
     names: Mapping[str, str | None] = field(default_factory=dict)
     adds: bool = False
     products: tuple[MergedWeights, ...] = ()
+    behind: nn.Module | None = None
 
     def __call__(
         self,
@@ -69,7 +70,8 @@ class CalledBranch:
         told: dict[Any, Any] = {self.names.get(name, name): context[name] for name in names}
         told.pop(None, None)
         out = self.module(x, residual, **told) if self.adds else self.module(x, **told)
-        whole: Tensor = (out[0] if isinstance(out, tuple) else out).view_as(x)
+        whole: Tensor = out[0] if isinstance(out, tuple) else out
+        whole = (whole if self.behind is None else self.behind(whole)).view_as(x)
         return whole if residual is None or self.adds else residual + whole
 
 
@@ -88,11 +90,15 @@ AllOperands = Sequence[tuple[Operands, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A branch of a layer, ``norm`` ahead of it, and ``out_norm`` behind it."""
+    """A branch of a layer, ``norm`` ahead of it, and ``out_norm`` behind it.
+
+    ``scale``: the module that has a vector which the output is multiplied by, in a row, and its name there; or None.
+    """
 
     branch: Branch
     norm: NormStep | None = None
     out_norm: NormStep | None = None
+    scale: tuple[nn.Module, str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +115,8 @@ class FusedLayer:
     - ``defaults``: the arguments of ``forward`` after the first, by name and in order.
     - ``passed_over``: modules that are not called, with the name and holder of each, so that a replaced one is seen;
       ``called``: those that are called, likewise.
-    - ``returns_tuple``: whether ``forward`` returns the output with attention weights, which are None.
+    - ``returned``: how many values ``forward`` returns in a tuple: the output, and attention's weights, which are None;
+      0 if it returns the output by itself.
     """
 
     form: Form
@@ -122,7 +129,7 @@ class FusedLayer:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     passed_over: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
     called: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
-    returns_tuple: bool = False
+    returned: int = 0
 
     def prepare(self, layer: nn.Module, x: Any, context: Mapping[str, Any]) -> AllOperands | None:
         """The operands of both branches for this call of ``layer``; None if it can't be computed here."""
@@ -134,11 +141,16 @@ class FusedLayer:
             return None
         if (context.get(STATES) is not None) != self.crosses:
             return None
+        if self.returned == 1 and context.get("use_cache"):  # which may be returned, too
+            return None
         attention = self.steps[0].branch
-        if self.returns_tuple and "output_attentions" not in self.defaults:
+        if self.returned and "output_attentions" not in self.defaults:
             config = getattr(getattr(attention, "module", None), "config", None)
             if getattr(config, "_attn_implementation", "") == "eager":  # which returns weights unasked
                 return None
+        if isinstance(attention, FusedAttention) and attention.packed:
+            if context.get(SEQUENCES) is None or "flash" in str(attention.module.config._attn_implementation):
+                return None  # which takes all sequences at once
         if isinstance(attention, FusedAttention | FusedLatentAttention):
             cache = context.get(attention.cache_name)
             if vars(attention.module.config).get("_output_attentions"):
@@ -212,12 +224,13 @@ class FusedLayer:
         last = len(self.steps) - 1
         for i, step in enumerate(self.steps):
             adds = i == last or (is_small and not _is_summed(operands[i])) or getattr(step.branch, "adds", False)
-            if is_plain and step.out_norm is None and adds:
+            if is_plain and step.out_norm is None and step.scale is None and adds:
                 x = step.branch(into, operands[i], x, dtype, context)
                 into = x if i == last else read(x, self.steps[i + 1].norm, reads[i + 1])
                 continue
             out = step.branch(into, operands[i], None, dtype, context)
             out = out if is_plain else out * self.multiplier
+            out = out if step.scale is None else out * getattr(*step.scale)
             if i == last:
                 x = add(out, x, step.out_norm)
             else:
@@ -269,7 +282,7 @@ def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     if operands is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
     out = fused(hidden_states, operands, context)
-    return (out, None) if fused.returns_tuple else out
+    return (out, None)[: fused.returned] if fused.returned else out
 
 
 def _has_gradients(layer: nn.Module, x: Tensor, context: Mapping[str, Any]) -> bool:
