@@ -74,6 +74,7 @@ def _consume(
     epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, sched.M, sched.N)
     SCALED: gl.constexpr = how_scaled(FORM, TILE, scale.dtype.element_ty, rings.x.dtype)
     WIDTHS: gl.constexpr = TILE.widths
+    STORED_FIRST: gl.constexpr = WIDTHS[0] // staging.shape[1]
     mma: gl.constexpr = accumulator_layout(WIDTHS[0])
     # Zero points are those of values, and so are scales if no sums are scaled.
     zl: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, mma, 2))
@@ -116,8 +117,7 @@ def _consume(
         if finishes:
             for i in gl.static_range(len(WIDTHS)):
                 out = epilogue.add_bias(sums[i], _rows(col, sums[i]))
-                before = i * WIDTHS[0]
-                _store_across(Y, staging, row + before, col, out, epilogue, WHO, before // staging.shape[1])
+                _store_across(Y, staging, row + i * WIDTHS[0], col, out, epilogue, WHO, i * STORED_FIRST)
     tma.store_wait(0)
 
 
@@ -144,7 +144,9 @@ def _store_across(Y, staging, row, col, values, epilogue, WHO: gl.constexpr, NUM
     if values.shape[1] == staging.shape[1]:
         values = epilogue.add_residual(values, _rows(col, values), row)
         slot = staging.index(WHO * SLOTS + NUMBER % SLOTS)
-        tma.store_wait(SLOTS - 1)
+        # What the tile before stored last may be in any slot.
+        UNREAD: gl.constexpr = SLOTS - 1 if NUMBER > 0 else 0
+        tma.store_wait(UNREAD)
         slot.store(values.to(Y.dtype).permute((1, 0)))
         fence_async_shared()
         store_block(Y, [row, col], slot)
@@ -152,8 +154,9 @@ def _store_across(Y, staging, row, col, values, epilogue, WHO: gl.constexpr, NUM
         HALF: gl.constexpr = values.shape[1] // 2
         halves = values.reshape([64, 2, HALF]).permute(0, 2, 1).split()
         for i in gl.static_range(2):
-            before = NUMBER + i * (HALF // staging.shape[1])
-            _store_across(Y, staging, row + i * HALF, col, halves[i], epilogue, WHO, before)
+            _store_across(
+                Y, staging, row + i * HALF, col, halves[i], epilogue, WHO, NUMBER + i * (HALF // staging.shape[1])
+            )
 
 
 @gluon.jit(do_not_specialize=["M", "alone", "sharers"])
