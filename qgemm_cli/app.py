@@ -125,7 +125,7 @@ def quantize(
         Path | None, typer.Option(help="A JSON file with the activation scale of each layer, by name.")
     ] = None,
     statistics: Annotated[
-        Path | None, typer.Option(help="Statistics that Calibration.save wrote, from which static schemes compute scales.")
+        Path | None, typer.Option(help="Statistics that Calibration.save wrote, for the scales of static schemes.")
     ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="Methods, separated by commas (smoothquant,gptq), or a YAML file with them.")

@@ -112,14 +112,14 @@ class Observer(ABC):
         ``form``: of the values; that of fp8 is ``clip / 448``. Raises ``ValueError`` if it is empty.
         """
         if not self.tokens:
-            raise ValueError("no values were seen, so there is no scale")
+            raise ValueError("no values were seen, so there is no scale: run the model on data first")
         clip = self._clip(form)
         return max(clip / form.steps, MIN_SCALE) if clip else 1.0
 
     def scale_and_zero_point(self) -> tuple[float, int]:
         """The pair for ``input_scales`` of an asymmetric scheme; raises like ``scale``."""
         if self.channel_min is None or self.channel_max is None:
-            raise ValueError("no values were seen, so there is no scale")
+            raise ValueError("no values were seen, so there is no scale: run the model on data first")
         clip = self._clip(INT8)
         low, high = float(self.channel_min.min()), float(self.channel_max.max())
         return range_to_scale(min(max(low, -clip), 0.0), max(min(high, clip), 0.0))

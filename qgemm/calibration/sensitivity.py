@@ -296,7 +296,11 @@ def _without_nan(value: float) -> float:
 def _measurable(scheme: QuantScheme) -> QuantScheme:
     """The scheme, if nothing but rounding to nearest is needed for it."""
     if scheme.outlier_columns:
-        raise ValueError(f"scheme {scheme.name!r} needs outlier columns, which sensitivity doesn't choose")
+        raise ValueError(
+            f"scheme {scheme.name!r} needs outlier columns, which sensitivity doesn't choose: leave it out"
+        )
     if scheme.needs_blocks:
-        raise ValueError(f"scheme {scheme.name!r} needs scales of rotated inputs, which sensitivity doesn't find")
+        raise ValueError(
+            f"scheme {scheme.name!r} needs scales of rotated inputs, which sensitivity doesn't compute: leave it out"
+        )
     return scheme

@@ -176,10 +176,12 @@ def checkpoint_file(folder: Path, name: str) -> Path:
         if os.path.exists(path):
             with suppress(OSError):  # of one that is gone again
                 check_regular(path)
-        raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete")
+        raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete; copy or download it again")
     real_path = path.resolve()
     if real_path.parent not in (real_folder, *_hub_blobs(real_folder)):
-        raise CheckpointError(f"{path} is a link to {real_path}, outside of the folder")
+        raise CheckpointError(
+            f"{path} is a link to {real_path}, outside of the folder: copy that file to where the link is"
+        )
     return path
 
 
