@@ -233,7 +233,7 @@ class Percentile(HistogramObserver):
 class MeanSquaredError(HistogramObserver):
     """``clip``: of ``amax * 2^(-i/32)`` for ``i`` up to 256, the one with the minimum expected squared error of int8.
 
-    Of fp8, ``amax``: clipping gains nothing where values are the closer the smaller they are. Within a bin of the
+    For fp8, ``amax``: clipping gains nothing in a format whose small values are closer together. Within a bin of the
     histogram, values are assumed to be evenly spread.
     """
 

@@ -70,8 +70,8 @@ def sensitivity(
     - ``progress``: whether to show a progress bar; None shows one on a terminal only.
 
     The model isn't changed, even if there is an error. Layers that no token reaches have no record; a warning names
-    them. Raises
-    ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN or Inf.
+    them. Raises ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN
+    or Inf.
     """
     check_batches(data)
     check_model(model)
