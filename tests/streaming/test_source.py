@@ -113,7 +113,7 @@ def test_a_name_on_the_hub(tmp_path: Path) -> None:
         CheckpointError, match=r"org/model is not a folder.*first: hf download org/model --local-dir model$"
     ):
         quantize_checkpoint("org/model", tmp_path / "streamed")
-    with pytest.raises(CheckpointError, match="nowhere is not a folder; give one that save_pretrained wrote$"):
+    with pytest.raises(CheckpointError, match=r"nowhere is not a folder; give one that save_pretrained wrote$"):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "streamed")
 
 
