@@ -1,9 +1,9 @@
-"""An int8 GEMM kernel of one's own, made of the stages of ``qgemm.kernels.stages``.
+"""An int8 GEMM kernel of your own, made of the stages of ``qgemm.kernels.stages``.
 
 Two ways to add to the epilogue:
 
 1. ``gemm_squared_relu``: a function of the values, passed to ``OutputView.store`` as ``activation``.
-2. ``gemm_residual``: a stage of one's own, a class with ``@aggregate``, that reads a second matrix.
+2. ``gemm_residual``: a stage of your own, a class with ``@aggregate``, that reads a second matrix.
 
 Run it with ``python examples/custom_kernel.py``. Without a GPU the kernels run in Triton's interpreter. That takes
 ``TRITON_INTERPRET=1`` in the environment before Triton is imported, and this script sets it.

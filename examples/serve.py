@@ -1,4 +1,4 @@
-"""``transformers serve`` with quantized models: a server that imports qgemm, and a question to it over HTTP.
+"""``transformers serve`` with quantized models: a server that imports qgemm, and a request to it over HTTP.
 
 ``python examples/serve.py serve FOLDER`` is the command ``transformers serve FOLDER`` for a quantized folder, with all
 of its options. Without arguments the script makes a small quantized model, starts that command in a process of its own

@@ -1,4 +1,4 @@
-"""vLLM with a quantized model: a server that finds qgemm by itself, and a question to it through the OpenAI client.
+"""vLLM with a quantized model: a server that finds qgemm by itself, and a request to it through the OpenAI client.
 
 The script makes a small quantized model, runs ``vllm serve`` for its folder, asks it, and compares the tokens with
 transformers'. Needs vLLM, and qgemm installed in its environment.

@@ -32,7 +32,8 @@ def find_device(device: torch.device | str) -> torch.device:
         return found
     if found is not None and found.type == "cuda" and (found.index or 0) < torch.cuda.device_count():
         return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
-    raise ValueError(f'device is "{device}"; it must be "cpu", or "cuda" where PyTorch finds a GPU')
+    gpus = ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count())) or "none"
+    raise ValueError(f'device is "{device}"; it must be "cpu", or "cuda" where PyTorch finds a GPU (here: {gpus})')
 
 
 @contextmanager

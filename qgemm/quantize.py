@@ -76,7 +76,7 @@ def quantize_model(
     - ``include``: patterns of layers to quantize although they stay in float by default, such as output heads. Layers
       that can't be quantized, or that ``skip`` matches too, stay in float.
     - ``input_scales``: for a static scheme, the activation scale of every linear layer to be swapped, by name.
-      Experts have none: they are quantized with ``"int8"`` under any scheme.
+      Experts have none: they compute their scales at run time.
     - ``calibration``: instead of ``input_scales``, a ``qgemm.Calibration``, or batches to run the model on first:
       mappings of keyword arguments, tuples or lists of arguments, or tensors, on the model's device. It runs in eval
       mode without gradients. Layers that it never calls stay in float, with a warning: usually other code reads

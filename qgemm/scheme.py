@@ -145,7 +145,10 @@ class QuantScheme:
         Raises ``ValueError`` if that isn't possible, or if it already keeps some.
         """
         if self.activation is None or self.weight != INT8_ROWS or not self.is_plain or count < 1 or count % 16:
-            raise ValueError(f"scheme {self.name!r} can't be combined with {count} columns in float")
+            raise ValueError(
+                f"scheme {self.name!r} can't be combined with {count} columns in float: only 'int8' and 'int8-static' "
+                "can, with a multiple of 16"
+            )
         return _scheme(self.weight, replace(self.activation, outlier_columns=count))
 
     def without_outliers(self) -> QuantScheme:

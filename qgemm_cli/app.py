@@ -72,7 +72,7 @@ def inspect(
 ) -> None:
     """Show a checkpoint's format, layers, sizes, quantized fraction and problems.
 
-    Builds no model, runs no code, and reads one tensor at a time. Exit code 1: there are problems.
+    Runs no code of the checkpoint, and reads one layer at a time. Exit code 1: there are problems.
     """
     with running(inspect, debug):
         from qgemm_cli.commands.inspect import examine, show
@@ -89,11 +89,11 @@ def inspect(
 
     qgemm quantize llama llama-int8
 
-    qgemm quantize llama llama-int8 --skip "*.o_proj" --skip "re:layers.[01].mlp" --device cuda
+    qgemm quantize llama llama-int8 --skip "\\*.o_proj" --skip "re:layers.[01].mlp" --device cuda
 
     qgemm quantize llama-70b llama-70b-int8 --device cuda --workers 4
 
-    qgemm quantize llama llama-mixed --scheme "*.mlp.*=int4" --scheme "*=int8" --include lm_head
+    qgemm quantize llama llama-mixed --scheme "\\*.mlp.\\*=int4" --scheme "\\*=int8" --include lm_head
 
     qgemm quantize llama llama-static --scheme int8-static --recipe smoothquant,gptq --text book.txt
 
@@ -125,7 +125,7 @@ def quantize(
         Path | None, typer.Option(help="A JSON file with the activation scale of each layer, by name.")
     ] = None,
     statistics: Annotated[
-        Path | None, typer.Option(help="Statistics that Calibration.save wrote, of which static schemes make scales.")
+        Path | None, typer.Option(help="Statistics that Calibration.save wrote, for the scales of static schemes.")
     ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="Methods, separated by commas (smoothquant,gptq), or a YAML file with them.")
@@ -142,7 +142,7 @@ def quantize(
     device: Annotated[str, typer.Option(help="The device to compute on: cpu, cuda, cuda:1, ...")] = "cpu",
     max_shard_size: ShardSize = "5GB",
     workers: Annotated[
-        int, typer.Option(min=1, help="The number of processes that write files at a time; cuda is one GPU for each.")
+        int, typer.Option(min=1, help="The number of processes that write files at a time; with cuda each has a GPU.")
     ] = 1,
     resume: Annotated[
         bool, typer.Option(help="Continue an interrupted run of the same command, or start over.")
@@ -206,7 +206,7 @@ def convert(
     destination: Annotated[Path, typer.Argument(help="A folder for the converted model.")],
     to: Annotated[Format, typer.Option(help="The format to write. vLLM and transformers load the latter two.")],
     scheme: Annotated[
-        str | None, typer.Option(help="What to make of the layers, such as int8; as they are without it.")
+        str | None, typer.Option(help="A scheme to convert layers to, such as int8. Without it they stay as they are.")
     ] = None,
     max_shard_size: ShardSize = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint in that folder.")] = False,

@@ -108,6 +108,7 @@ class AWQ(Method):
     """Scales the input channels of layers whose scales fold into the previous one, clips, and rounds to nearest.
 
     ``clip``: whether to search the scales of weights. Without it, and with ``GPTQ`` after it, they aren't clipped.
+    Lin et al. 2023, "AWQ", arXiv 2306.00978.
     """
 
     name: ClassVar[str] = "awq"

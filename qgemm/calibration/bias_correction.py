@@ -26,7 +26,8 @@ _ROWS = 1024
 class BiasCorrection(Method):
     """Corrects the bias of every layer that has one; the others get a note.
 
-    It comes after the method that rounds weights; weights that no method has rounded are rounded to nearest.
+    It comes after the method that rounds weights; weights that no method has rounded are rounded to nearest. Nagel et
+    al. 2019, arXiv 1906.04721, section 4.2.
     """
 
     name: ClassVar[str] = "bias-correction"

@@ -385,7 +385,7 @@ def _recorder(chain: Chain, seen: list[_Inputs], store: _Store, disturb: bool) -
         leaves, spec = _flattened((args, kwargs))
         links = chain.links[place]
         if missing := [path for path in links if path not in leaves]:
-            raise RuntimeError(f"{name} is called without {missing[0]} on a batch of calibration")
+            raise RuntimeError(f"{name} is called without {missing[0]} on a batch of calibration: leave that batch out")
         kept = {path: store.keep(leaf) for path, leaf in leaves.items() if path not in links}
         seen.append(_Inputs(kept, list(leaves), spec))
         if place + 1 == len(chain.names):

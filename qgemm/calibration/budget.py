@@ -90,7 +90,9 @@ def assign_schemes(
     ``choose_schemes`` does, if ``sensitivity`` is of another model or of other schemes, and if all stay in float.
     """
     if foreign := sorted({record.name for record in sensitivity.records} - {layer.name for layer in layers}):
-        raise ValueError(f"sensitivity has {listed(foreign)}, but the model has no such layer")
+        raise ValueError(
+            f"sensitivity has {listed(foreign)}, but the model has no such layer: measure it on this model"
+        )
     waiting = [layer for layer in layers if not layer.reason]
     own_schemes = ((layer, layer.scheme_for(scheme)) for layer in waiting for scheme in schemes)
     options = {(layer.name, scheme.name): scheme for layer, scheme in own_schemes}
@@ -114,7 +116,8 @@ def assign_schemes(
             layer.reason = "budget: it saw no tokens, so nothing is known of it"
         layer.is_wish = bool(layer.reason)
     if not notes:
-        raise ValueError("the budget leaves all layers in float, so there is nothing to quantize")
+        way_out = "lower it" if budget.bytes is not None else "raise it, or allow schemes that lose less"
+        raise ValueError(f"the budget leaves all layers in float, so there is nothing to quantize: {way_out}")
     return {layer: options[layer, name] for layer, name in chosen.items() if name is not None}, notes
 
 

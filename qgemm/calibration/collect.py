@@ -177,7 +177,7 @@ def _each_call(batches: Iterable[Any], name: str = "calibration") -> Iterator[Ca
                 f"a tuple or list of arguments, or a tensor{way_out}"
             )
     if index < 0:
-        raise ValueError(f"{name} has no batch: an iterator can be used only once")
+        raise ValueError(f"{name} has no batch: pass a list, since an iterator is empty after its first use")
 
 
 @contextmanager

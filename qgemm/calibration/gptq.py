@@ -106,13 +106,17 @@ def gptq(
 
 @dataclass(frozen=True)
 class GPTQ(Method):
-    """Rounds weights by GPTQ; see ``gptq`` for the settings.
+    """Rounds a weight column by column; later columns compensate for each column's error.
 
-    - ``mse``: with the scales of minimum error (``mse_scale``, weighted by the inputs) instead of ``amax``. In a
-      trained model of 31 million parameters with 4 bits, the divergence of the logits was a tenth less with groups, and
-      a quarter less with a scale per row.
+    - ``act_order``: begin with the columns whose inputs are largest.
+    - ``damping``: what is added to the diagonal of the inputs' second moment, relative to its mean; 0 or more.
+    - ``block_size``: columns to work on at a time, 1 or more; changes nothing but speed and the last digit.
+    - ``mse``: with the scales of minimum error, weighted by the inputs, instead of those of ``amax``. In a trained
+      model of 31 million parameters with 4 bits, the divergence of the logits was a tenth less with groups, and a
+      quarter less with a scale per row.
 
-    A layer for which it fails, or isn't better than rounding to nearest, is rounded to nearest, with a note.
+    A layer for which it fails, or isn't better than rounding to nearest, is rounded to nearest, with a note. Frantar et
+    al. 2022, "GPTQ", arXiv 2210.17323.
     """
 
     name: ClassVar[str] = "gptq"

@@ -40,8 +40,10 @@ _DOWN_PROJECTIONS = (
 class HadamardRotation(Method):
     """Rotates inputs; it comes before methods that round weights.
 
-    - ``online``: which layers rotate their input at run time.
+    - ``online``: which layers rotate their input at run time: ``"down-projections"``, ``"all"`` or ``"none"``.
     - ``values``: whether attention values are rotated, head by head, where that is verified not to change the output.
+
+    Ashkboos et al. 2024, "QuaRot", arXiv 2404.00456.
     """
 
     name: ClassVar[str] = "hadamard"

@@ -112,14 +112,14 @@ class Observer(ABC):
         ``form``: of the values; that of fp8 is ``clip / 448``. Raises ``ValueError`` if it is empty.
         """
         if not self.tokens:
-            raise ValueError("no values were seen, so there is no scale")
+            raise ValueError("no values were seen, so there is no scale: run the model on data first")
         clip = self._clip(form)
         return max(clip / form.steps, MIN_SCALE) if clip else 1.0
 
     def scale_and_zero_point(self) -> tuple[float, int]:
         """The pair for ``input_scales`` of an asymmetric scheme; raises like ``scale``."""
         if self.channel_min is None or self.channel_max is None:
-            raise ValueError("no values were seen, so there is no scale")
+            raise ValueError("no values were seen, so there is no scale: run the model on data first")
         clip = self._clip(INT8)
         low, high = float(self.channel_min.min()), float(self.channel_max.max())
         return range_to_scale(min(max(low, -clip), 0.0), max(min(high, clip), 0.0))
@@ -233,7 +233,7 @@ class Percentile(HistogramObserver):
 class MeanSquaredError(HistogramObserver):
     """``clip``: of ``amax * 2^(-i/32)`` for ``i`` up to 256, the one with the minimum expected squared error of int8.
 
-    Of fp8, ``amax``: clipping gains nothing where values are the closer the smaller they are. Within a bin of the
+    For fp8, ``amax``: clipping gains nothing in a format whose small values are closer together. Within a bin of the
     histogram, values are assumed to be evenly spread.
     """
 

@@ -31,7 +31,8 @@ class OutlierColumns(Method):
     - ``count``: instead, the number of columns of every layer.
 
     Either number is rounded up to a multiple of 16, with the next largest columns. It comes before methods that round
-    weights. Layers without such columns, or with fewer than reach the threshold, get a note.
+    weights. Layers without such columns, or that can't keep all of them, get a note. After Dettmers et al. 2022,
+    "LLM.int8()", arXiv 2208.07339.
     """
 
     name: ClassVar[str] = "outlier-columns"

@@ -36,7 +36,7 @@ _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 class ResidualRotation(Method):
     """Rotates the residual stream of a language model, before any block is quantized.
 
-    ``seed``: the seed of the random signs.
+    ``seed``: the seed of the random signs. Ashkboos et al. 2024, "QuaRot", arXiv 2404.00456.
     """
 
     name: ClassVar[str] = "residual-rotation"

@@ -149,7 +149,7 @@ def output_power(weight: Tensor, second_moment: Tensor) -> float:
 
 @dataclass(frozen=True)
 class MSEWeights(Method):
-    """Rounds weights to nearest with the scales of minimum squared error; see ``mse_scale``.
+    """Rounds weights to nearest with the scales of minimum squared error, found among multiples of the plain ones.
 
     ``by_input``: minimize the error of the layers' outputs on the calibration data; otherwise that of the weights,
     which needs no data. Raises ``ValueError`` if ``by_input`` is set without data.

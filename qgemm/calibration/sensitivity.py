@@ -70,8 +70,8 @@ def sensitivity(
     - ``progress``: whether to show a progress bar; None shows one on a terminal only.
 
     The model isn't changed, even if there is an error. Layers that no token reaches have no record; a warning names
-    them. Raises
-    ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN or Inf.
+    them. Raises ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN
+    or Inf.
     """
     check_batches(data)
     check_model(model)
@@ -296,7 +296,11 @@ def _without_nan(value: float) -> float:
 def _measurable(scheme: QuantScheme) -> QuantScheme:
     """The scheme, if nothing but rounding to nearest is needed for it."""
     if scheme.outlier_columns:
-        raise ValueError(f"scheme {scheme.name!r} needs outlier columns, which sensitivity doesn't choose")
+        raise ValueError(
+            f"scheme {scheme.name!r} needs outlier columns, which sensitivity doesn't choose: leave it out"
+        )
     if scheme.needs_blocks:
-        raise ValueError(f"scheme {scheme.name!r} needs scales of rotated inputs, which sensitivity doesn't find")
+        raise ValueError(
+            f"scheme {scheme.name!r} needs scales of rotated inputs, which sensitivity doesn't compute: leave it out"
+        )
     return scheme

@@ -35,9 +35,11 @@ class SmoothQuant(Method):
     """Scales the input channels of every layer whose scales can be folded into the previous one.
 
     - ``alpha``: 0 to 1, how much of the difficulty moves to the weights; or ``"search"``: for each fold the one of
-      ``ALPHAS``, or none, with the minimum error of its layers' outputs on calibration rows under their schemes.
+      0, 0.1, ... 1, or no scales at all, with the minimum error of its layers' outputs on calibration rows.
     - ``through_linear``: whether scales also go into linear layers (values before the output projection, ups before the
       down-projection), or only into norms, as in the paper.
+
+    Xiao et al. 2022, "SmoothQuant", arXiv 2211.10438.
     """
 
     name: ClassVar[str] = "smoothquant"

@@ -89,9 +89,9 @@ def tensors_to_write(
         name for name, each in experts.items() if format_of(each.scheme) == INT and not each.activation.gated
     ]:
         warn_user(
-            "transformers reads no int8 experts of compressed-tensors, and would make up those without gates, such as "
-            f"{unread[0]}, at random without an error. qgemm.load_quantized reads them. For from_pretrained, save the "
-            'model with format="qgemm"'
+            "transformers reads no int8 experts of compressed-tensors, and would fill those without gates, such as "
+            f"{unread[0]}, with random numbers, without an error. qgemm.load_quantized reads them. For "
+            'from_pretrained, save the model with format="qgemm"'
         )
     if lossy := [name for name in experts if format_of(layers[name].scheme) == NVFP4]:
         warn_user(

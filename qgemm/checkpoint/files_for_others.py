@@ -37,7 +37,7 @@ def tensors_for_others(
     if any(isinstance(module, QuantExperts) for module in model.modules()) and loses_single_experts(model):
         warn_user(
             f"transformers reads no files with a layer for each expert of a {type(model).__name__}, as {library} has "
-            "them: its from_pretrained would make up experts at random. qgemm.load_quantized reads them. For "
+            "them: its from_pretrained would fill experts with random numbers. qgemm.load_quantized reads them. For "
             'from_pretrained, save the model with format="qgemm"'
         )
     known_ties = getattr(model, "all_tied_weights_keys", None)

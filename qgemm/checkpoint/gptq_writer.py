@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.checkpoint.files_for_others import is_target, parts_of_experts, shapes_of, tensors_for_others, ways_out
+from qgemm.checkpoint.files_for_others import (
+    SAVE_IT,
+    is_target,
+    parts_of_experts,
+    shapes_of,
+    tensors_for_others,
+    ways_out,
+)
 from qgemm.checkpoint.gptq import QUANT_METHOD, VERSIONS
 from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.packed_layers import WORD_BITS
@@ -98,7 +105,7 @@ def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dic
     else:
         zeros = zero_point.detach().to(torch.int16) + middle
         if zeros.numel() and not 0 <= int(zeros.min()) <= int(zeros.max()) < 1 << bits:
-            raise ValueError(f"{name} has a zero point of {middle}, which GPTQ can't store")
+            raise ValueError(f"{name} has a zero point of {middle}, which GPTQ can't store: {SAVE_IT}")
     return {
         "qweight": pack_words(fields, bits).t().contiguous(),
         "qzeros": pack_words(zeros.t().to(torch.uint8), bits),

@@ -151,9 +151,14 @@ def split_into_shards(sizes: dict[str, int], max_shard_size: int) -> dict[str, l
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}
 
 
-def hub_download(name: Path) -> str:
-    """The command that fetches a model of the Hugging Face hub."""
-    return f"hf download {name} --local-dir {name.name}"
+def hub_hint(path: Path) -> str:
+    """For an error about ``path``, which isn't there: how a model of that name on the Hugging Face hub is fetched.
+
+    Empty for a path that is no such name, ``OWNER/MODEL``.
+    """
+    if path.is_absolute() or len(path.parts) != 2 or path.parent.exists():
+        return ""
+    return f". A model of the Hugging Face hub is downloaded first: hf download {path} --local-dir {path.name}"
 
 
 def checkpoint_file(folder: Path, name: str) -> Path:
@@ -164,9 +169,7 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     are followed.
     """
     if not os.path.isdir(folder):
-        hub = f". A model of the Hugging Face hub is downloaded first: {hub_download(folder)}"
-        is_name = len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.exists()
-        raise CheckpointError(f"{folder} is not a folder; give the one that save_quantized wrote{hub * is_name}")
+        raise CheckpointError(f"{folder} is not a folder; give the one that save_quantized wrote{hub_hint(folder)}")
     # Both separators on every system, and Windows drives: what is refused shouldn't depend on where it is read.
     if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name; files must lie directly in the folder")
@@ -176,10 +179,12 @@ def checkpoint_file(folder: Path, name: str) -> Path:
         if os.path.exists(path):
             with suppress(OSError):  # of one that is gone again
                 check_regular(path)
-        raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete")
+        raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete; copy or download it again")
     real_path = path.resolve()
     if real_path.parent not in (real_folder, *_hub_blobs(real_folder)):
-        raise CheckpointError(f"{path} is a link to {real_path}, outside of the folder")
+        raise CheckpointError(
+            f"{path} is a link to {real_path}, outside of the folder: copy that file to where the link is"
+        )
     return path
 
 

@@ -64,14 +64,17 @@ def load_quantized(
     them. Weights are those in the files, bit for bit. Layers compute in the precision that the checkpoint is made for:
     int8, fp8, or float with weights of 4 or 8 bits. A warning says what it asks for that they don't compute.
 
+    - ``device``: where the model is put: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``, for example.
     - ``model``: None builds a transformers model from its config. For any other model, pass the float model, a module
       (possibly on meta) that is changed in place, or a function that builds it; then its parameters never take memory.
     - ``scheme``: a scheme to convert linear layers and experts to while loading, a few rows at a time, such as
       ``"int8"``; one that needs data only if all layers have it. None keeps the scheme of the checkpoint.
     - ``fuse``: whether to fuse the layers, as ``qgemm.fuse`` does.
 
-    Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or of another model. Then
-    nothing is loaded, and a module passed as ``model`` is unchanged.
+    Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or of another model;
+    ``ValueError`` for an unknown scheme, one that can't be made of the layers, or a device that isn't there;
+    ``TypeError`` for a ``model`` that is neither. Then nothing is loaded, and a module passed as ``model`` is
+    unchanged.
     """
     device, folder = find_device(device), as_path("folder", folder)
     wanted = None if scheme is None else resolve_scheme(scheme)

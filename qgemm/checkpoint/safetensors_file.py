@@ -128,7 +128,9 @@ def read_values(stored: dict[str, StoredTensor], device: torch.device) -> Iterat
     for name, value, is_sound in read_and_check(stored, device):
         if is_sound is False:
             path = stored[name].path
-            raise CheckpointError(f"{path}: tensor {name} doesn't have the checksum that it was saved with")
+            raise CheckpointError(
+                f"{path}: tensor {name} doesn't have the checksum that it was saved with: copy or download it again"
+            )
         yield name, value
 
 

@@ -200,7 +200,9 @@ class Save:
 def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise ValueError(f"{name or 'model'} keeps extra state that isn't tensors, which safetensors can't hold")
+            raise ValueError(
+                f"{name or 'model'} keeps extra state, which safetensors can't hold: keep it in buffers instead"
+            )
     for name, tensor in tensors.items():
         check_tensor_name(name)
         if tensor.device.type == "meta":
@@ -210,7 +212,7 @@ def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided or tensor.dtype not in DTYPE_CODES:
             raise ValueError(
                 f"{name} is a {type(tensor.detach()).__name__} of {tensor.dtype} in layout {tensor.layout}; "
-                "only plain dense tensors of real numbers can be saved"
+                "only plain dense tensors of real numbers can be saved: convert it first"
             )
 
 
@@ -223,7 +225,9 @@ def _check_layers(layers: dict[str, QuantLayer]) -> None:
                     f"{name}.{leaf} is {parameter.dtype}, which no quantized layer computes with: call model.float()"
                 )
             if problem := layer.problem_with(leaf, parameter.detach()):
-                raise ValueError(f"{name}.{leaf} {problem}; it was never set, or is damaged")
+                raise ValueError(
+                    f"{name}.{leaf} {problem}; it was never set, or is damaged: load it, or quantize the layer again"
+                )
 
 
 def _warn_unless_it_loads(model: nn.Module, folder: Path) -> None:

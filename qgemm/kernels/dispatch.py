@@ -311,8 +311,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
     ``logits``: float16, bfloat16 or float32, ``[T, E]``. ``routing``: how, and how many. ``bias``: floats ``[E]`` that
     count in the choice, not in the weights. On a CPU, the bits and the order of PyTorch's ``softmax``, ``sigmoid`` and
-    ``topk``. On a GPU, of experts that are equal the first is chosen, where PyTorch
-    leaves that open, and a weight may differ in float32's last bits.
+    ``topk``. On a GPU, the first of equal experts is chosen, where PyTorch leaves that open, and a weight may differ in
+    float32's last bits.
     """
     check_route(logits, routing, bias)
     out: tuple[Tensor, Tensor] = _backend(logits).route(logits, routing, bias)

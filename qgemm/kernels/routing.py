@@ -18,9 +18,9 @@ class Routing:
     - ``"softmax_of_top_k"``: ``softmax`` of the largest logits, rounded once. GPT-OSS, GraniteMoE.
     - ``"sigmoid"``: the largest of ``p = sigmoid(logits)``, in float32. DeepSeek V3, GLM-4-MoE, MiniMax-M2, LFM2-MoE.
     - ``"sigmoid_of_top_k"``: ``sigmoid`` of the largest logits, in float32. Llama 4.
-    - ``"sparsemixer"``: one expert after the other; its weight is that of the ``softmax`` of what is left and near: of
-      logits that are below the largest left by at most ``margin`` times its or their magnitude, whichever is larger.
-      All is rounded to the dtype of the logits. Phi-3.5-MoE.
+    - ``"sparsemixer"``: one expert after the other, each time the one with the largest logit ``l`` that is left. Its
+      weight is its ``softmax`` among the logits left that are near: below ``l`` by at most ``margin`` times the larger
+      of the magnitudes of ``l`` and theirs. All is rounded to the dtype of the logits. Phi-3.5-MoE.
 
     Where there is a bias, those with the largest ``p + bias`` are chosen, with weights of ``p`` alone.
 
@@ -28,8 +28,8 @@ class Routing:
     - ``rounded``: whether ``p`` and what is computed of it are rounded to the dtype of the logits, each.
     - ``in_float``: whether weights are float32, as Mixtral's, or rounded to the dtype of the logits.
     - ``scale``: what weights are multiplied by at last.
-    - ``groups``, ``kept_groups``: of so many equal parts of the experts, a token may choose in so many: those whose two
-      largest are the most, added up.
+    - ``groups``, ``kept_groups``: experts form ``groups`` groups of one size, and a token chooses among the experts of
+      ``kept_groups`` of them: those with the largest sums of their two largest values.
 
     Raises ``ValueError`` for other values.
     """

@@ -260,7 +260,7 @@ def _own_reason(module: nn.Module) -> str:
         if type(weight.data) is not Tensor:
             return f"its weight is a {type(weight.data).__name__}"
         if weight.dtype not in _WEIGHT_DTYPES:
-            return f"its weight is {weight.dtype}"
+            return f"its weight is {weight.dtype}, not float32, bfloat16 or float16"
         if weight.numel() == 0:
             return "its weight is empty"
         if in_features > INT8.max_k:

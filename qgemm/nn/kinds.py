@@ -23,4 +23,4 @@ def linear_class(scheme: str | QuantScheme) -> type[LinearLayer]:
     for kind in KINDS:
         if kind.computes(scheme):
             return kind
-    raise ValueError(f"no layer computes the scheme {scheme.name!r} yet")
+    raise ValueError(f"no layer computes the scheme {scheme.name!r}: use one of qgemm.SCHEMES")

@@ -83,7 +83,8 @@ class LinearLayer(QuantLayer):
         self.scheme = resolve_scheme(self.default_scheme if scheme is None else scheme)
         if not self.computes(self.scheme):
             raise ValueError(
-                f"scheme {self.scheme.name!r} isn't for {type(self).__name__}: qgemm.nn.linear_class names its class"
+                f"scheme {self.scheme.name!r} isn't for {type(self).__name__}: "
+                f"its class is qgemm.nn.linear_class({self.scheme.name!r})"
             )
         if in_features > self.scheme.max_k:
             raise ValueError(

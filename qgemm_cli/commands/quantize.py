@@ -49,7 +49,7 @@ def quantize(
         wanted = Quantization.of(schemes, skip=skip, include=include, input_scales=scales, recipe=methods)
     else:
         if scheme or skip or include or recipe is not None or input_scales is not None:
-            raise ValueError("--config says all that --scheme, --skip, --include, --input-scales and --recipe do")
+            raise ValueError("--config replaces --scheme, --skip, --include, --input-scales and --recipe: omit those")
         wanted = Quantization.load(config)
         if wanted.device is not None or wanted.resume is not None:
             raise ValueError(f"{config}: device and resume are options of the command: leave them out of the file")

@@ -59,7 +59,10 @@ def test_help_version_and_typing_mistakes_wait_for_no_import() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_has_examples(command: str) -> None:
-    assert f"qgemm {command} " in run(command, "--help").stdout.split("Examples")[1]
+    examples = run(command, "--help").stdout.split("Examples")[1]
+    assert f"qgemm {command} " in examples
+    if command == "quantize":
+        assert '--scheme "*.mlp.*=int4" --scheme "*=int8"' in examples
 
 
 @pytest.mark.slow

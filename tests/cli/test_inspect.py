@@ -415,6 +415,7 @@ def test_thousands_of_lists_of_blocks_are_not_counted(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert "is neither a folder nor a file" in run_failing("inspect", tmp_path / "nowhere")
+    assert "hf download someone/model --local-dir model" in run_failing("inspect", "someone/model")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "has no file model.safetensors" in run_failing("inspect", empty)

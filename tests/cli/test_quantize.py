@@ -103,7 +103,7 @@ def test_a_config_says_what_is_wanted(float_folder: Path, tmp_path: Path) -> Non
     path.write_text("recipe: [mse-weights]\nscheme: int4\n")
     assert run_json("quantize", float_folder, tmp_path / "recipe", "--config", path)["windows"] == 0
     failing = partial(run_failing, "quantize", float_folder, tmp_path / "none", "--config", path)
-    assert "--config says all that --scheme" in failing("--skip", "a")
+    assert "--config replaces --scheme" in failing("--skip", "a")
     path.write_text("device: cpu\n")
     assert "device and resume are options of the command" in failing()
     path.write_text("budget: {kl: 0.1}\nscheme: [int8, int4]\n")

@@ -357,7 +357,7 @@ def test_what_is_refused() -> None:
     model, inputs = model_of("Llama"), prompts(padded=False)
     config = model.config
     for arguments, message in (
-        ((0, 64), "max_batch is 0; it must be a number from 1 on"),
+        ((0, 64), "max_batch is 0; it must be a whole number, 1 or more"),
         ((2, True), "max_length is True"),
         ((2, 64, torch.float64), "dtype is torch.float64; it must be one of torch.float16"),
     ):

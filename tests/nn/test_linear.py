@@ -81,7 +81,7 @@ def test_an_unknown_scheme_is_refused() -> None:
 
 
 def test_a_scheme_of_another_class_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"scheme 'int4' isn't for QuantLinear: qgemm\.nn\.linear_class"):
+    with pytest.raises(ValueError, match=r"scheme 'int4' isn't for QuantLinear: its class is qgemm\.nn\.linear_class"):
         QuantLinear(4, 4, scheme="int4")
 
 

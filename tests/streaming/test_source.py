@@ -110,9 +110,11 @@ def test_an_index_with_a_name_of_its_own(source: Path, tmp_path: Path, monkeypat
 
 def test_a_name_on_the_hub(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"org/model is not a folder.*first: hf download org/model --local-dir model"
+        CheckpointError, match=r"org/model is not a folder.*first: hf download org/model --local-dir model$"
     ):
         quantize_checkpoint("org/model", tmp_path / "streamed")
+    with pytest.raises(CheckpointError, match=r"nowhere is not a folder; give one that save_pretrained wrote$"):
+        quantize_checkpoint(tmp_path / "nowhere", tmp_path / "streamed")
 
 
 def test_values_come_from_the_file_whose_header_was_read(tmp_path: Path) -> None:

@@ -188,7 +188,9 @@ class NoLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Raises: nothing is stored here."""
-        raise RuntimeError("the model's config has no keys for this layer, and keys came")
+        raise RuntimeError(
+            "keys came for a layer that has none by the cache's config: make the cache with the config of this model"
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Of no keys."""
@@ -230,7 +232,7 @@ class KeyValueCache(Cache):  # type: ignore[misc]
             raise TypeError(f"config is a {type(config).__name__}; it must be a config of transformers: model.config")
         for name, value in (("max_batch", max_batch), ("max_length", max_length)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a number from 1 on")
+                raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
         check_cache_dtype("dtype", dtype)
         self.config = config.get_text_config(decoder=True)
         self.max_batch, self.max_length, self.dtype = max_batch, max_length, dtype

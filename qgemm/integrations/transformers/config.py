@@ -26,12 +26,14 @@ from qgemm.model.selection import Patterns, SchemeChoice
 class QGemmConfig(QuantizationConfigMixin):
     """``quantization_config`` for ``from_pretrained``: how to quantize a float model while it is loaded.
 
-    All arguments are those of ``qgemm.quantize_model``. With ``recipe``, or batches as ``calibration``, the model is
-    loaded in float, on the devices of the device map, and then quantized with these batches, which must be on its
-    device. Otherwise each weight is quantized while it is read. A checkpoint that is quantized, by qgemm or another
-    library, runs in qgemm's layers, in its own scheme or in the given one, and may be fused; what else is asked for is
-    an error. The ``config.quantization_config`` of a quantized model has a ``manifest`` instead, which says what was
-    done with every layer. Neither batches nor ``fuse`` are stored.
+    All arguments are those of ``qgemm.quantize_model``; ``scheme`` None is ``"int8"`` for a float model. With
+    ``recipe``, or batches as ``calibration``, the model is loaded in float, on the devices of the device map, and then
+    quantized with these batches, which must be on its device. Otherwise each weight is quantized while it is read.
+
+    A checkpoint that is quantized already, by qgemm or another library, runs in qgemm's layers. Only ``scheme`` (None
+    keeps its own) and ``fuse`` may be given then; other arguments are an error. The ``config.quantization_config`` of a
+    quantized model has a ``manifest`` instead, which says what was done with every layer. Neither batches nor ``fuse``
+    are stored.
     """
 
     def __init__(

@@ -220,7 +220,10 @@ def _check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object],
             continue  # offloaded
         # A parameter without the mark is uninitialised memory: no tensor went there.
         if not getattr(parameter, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook"):
-            raise CheckpointError(f"{config_path.parent}: {name}.{leaf} was not loaded: the checkpoint is incomplete")
+            raise CheckpointError(
+                f"{config_path.parent}: {name}.{leaf} was not loaded: the checkpoint is incomplete; "
+                "save or download it again"
+            )
         value: Any = parameter.detach()
         is_whole = type(value) is Tensor  # of a layer that is cut among processes, nobody has all the values
         if problem := layer.problem_with(leaf, value if is_whole else value.to_local()):
@@ -228,5 +231,6 @@ def _check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object],
         wanted = checksums.get(f"{name}.{leaf}") if leaf in layer.fixed_names else None
         if wanted is not None and is_whole and format_checksum(checksum(value.contiguous())) != wanted:
             raise CheckpointError(
-                f"{config_path.parent}: tensor {name}.{leaf} doesn't have the checksum that it was saved with"
+                f"{config_path.parent}: tensor {name}.{leaf} doesn't have the checksum that it was saved with: "
+                "copy or download it again"
             )

@@ -10,6 +10,7 @@ from qgemm.numerics.formats import INT8
 
 MAX_QUERIES = 16  # positions of a sequence that decode_attention takes at a time
 MAX_HEAD_SIZE = 512
+_TAKES_MORE = "torch.nn.functional.scaled_dot_product_attention takes more"
 
 
 class AttentionCall(NamedTuple):
@@ -52,12 +53,9 @@ def check_decode_attention(call: AttentionCall) -> None:
     if Hq % Hkv:
         raise ValueError(f"q has {Hq} heads and k has {Hkv}: q's must be a multiple of k's")
     if S > MAX_QUERIES:
-        raise ValueError(
-            f"q has {S} positions; decode_attention takes {MAX_QUERIES} at most: "
-            "torch.nn.functional.scaled_dot_product_attention takes more"
-        )
+        raise ValueError(f"q has {S} positions; decode_attention takes {MAX_QUERIES} at most: {_TAKES_MORE}")
     if D > MAX_HEAD_SIZE:
-        raise ValueError(f"q has heads of {D} values; decode_attention takes {MAX_HEAD_SIZE} at most")
+        raise ValueError(f"q has heads of {D} values; decode_attention takes {MAX_HEAD_SIZE} at most: {_TAKES_MORE}")
     for name, tensor, values_scale in (("k", k, k_scale), ("v", v, v_scale)):
         _check_cached(name, tensor, values_scale, q.dtype)
     for name, index in (("length", length), ("start", start)):
@@ -139,7 +137,7 @@ def check_paged_attention(call: PagedCall) -> None:
     if Hq % Hkv:
         raise ValueError(f"q has {Hq} heads and k has {Hkv}: q's must be a multiple of k's")
     if D > MAX_HEAD_SIZE:
-        raise ValueError(f"q has heads of {D} values; paged_attention takes {MAX_HEAD_SIZE} at most")
+        raise ValueError(f"q has heads of {D} values; paged_attention takes {MAX_HEAD_SIZE} at most: {_TAKES_MORE}")
     for name, tensor, scale in (("k", k, k_scale), ("v", v, v_scale)):
         _check_cached(name, tensor, scale, q.dtype)
     _check_starts("query_starts", query_starts)
