@@ -441,7 +441,7 @@ def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]
 
     def below(holder: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, child in holder._modules.items():
-            if child is not None and not isinstance(child, nn.Dropout | nn.Identity):
+            if child is not None:
                 yield holder, name, child
                 if child not in called:
                     yield from below(child)

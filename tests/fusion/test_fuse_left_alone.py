@@ -49,18 +49,43 @@ def test_a_layer_with_another_forward_is_left_alone() -> None:
     assert torch.equal(example.output(), expected)
 
 
-@pytest.mark.parametrize("place", ["self_attn.k_proj", "mlp", "self_attn", "input_layernorm"])
+@pytest.mark.parametrize(
+    "place",
+    ["model.layers.0.self_attn.k_proj", "model.layers.0.mlp", "model.layers.0.self_attn"]
+    + ["model.layers.0.input_layernorm", "bert.encoder.layer.0.output.dropout"],
+)
 def test_hooks_are_called(place: str) -> None:
-    example = quantized("llama")
+    example = quantized("llama" if place.startswith("model") else "bert")
     expected = example.output()
     fuse(example.model)
     products, called = products_in(example), []
-    handle = example.model.get_submodule(f"model.layers.0.{place}").register_forward_hook(lambda *_: called.append(1))
+    handle = example.model.get_submodule(place).register_forward_hook(lambda *_: called.append(1))
     assert torch.equal(example.output(), expected)
     assert called == [1]
     assert products_in(example) > products
     handle.remove()
     assert products_in(example) == products
+
+
+@pytest.mark.parametrize("place", ["attn.resid_dropout", "attn", "mlp"])
+def test_parts_in_training_drop_values(place: str) -> None:
+    """As they do for estimates of uncertainty, where the rest of the model is in eval mode."""
+    example = quantized("gpt2")
+    part = example.model.get_submodule(f"transformer.h.0.{place}")
+
+    def output() -> torch.Tensor:
+        torch.manual_seed(0)
+        return example.output()
+
+    in_eval = output()
+    part.train()
+    expected = output()
+    part.eval()
+    fuse(example.model)
+    assert torch.equal(output(), in_eval)
+    part.train()
+    assert torch.equal(output(), expected)
+    assert not torch.equal(expected, in_eval)
 
 
 def test_the_report_says_who_is_watched() -> None:
