@@ -142,6 +142,45 @@ def test_a_layer_that_computes_something_else_is_left_alone() -> None:
     assert torch.equal(example.output(), expected)
 
 
+_NEW = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_NEW |= {"intermediate_size": 96, "initializer_range": 0.1, "pad_token_id": 0, "max_position_embeddings": 64}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings", "value"),
+    [
+        # Of the residuals, where others have a scale of what is added.
+        ("DogeForCausalLM", {"num_key_value_heads": 2, "head_dim": 16}, "residual"),
+        # A bias that attention returns beside its output, for the layer to add.
+        ("GPTNeoXJapaneseForCausalLM", {"intermediate_multiple_size": 2}, "dense_bias"),
+    ],
+)
+def test_values_that_do_nothing_yet_count_later(name: str, settings: dict[str, Any], value: str) -> None:
+    """Ones and zeros of a new model: it is fused ahead of the weights that it gets."""
+    cls = getattr(transformers, name)
+    example = build_example(cls, cls.config_class(**_NEW, **settings), input_ids=tokens())
+    model = quantize_model(example.model)
+    own = [each for called, each in model.named_parameters() if value in called]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        [each.fill_(value == "residual") for each in own]
+        before = [each.clone() for each in own]
+        fuse(model)
+        assert all(map(torch.equal, own, before))
+        [each.add_(torch.rand(each.shape, generator=generator)) for each in own]
+    found = example.output()
+    unfuse(model)
+    assert torch.equal(example.output(), found)
+
+
+def test_a_model_in_training_is_verified_in_eval_mode() -> None:
+    model = quantized("bert").model.train()
+    fuse(model)
+    assert fused_parts(model) == (BOTH, BOTH)
+    assert all(module.training for module in model.modules())
+
+
 def test_a_layer_that_returns_what_the_next_one_needs_is_left_alone() -> None:
     """The biases of positions that WavLM's first layer makes."""
     config = transformers.WavLMConfig(

@@ -7,8 +7,8 @@ input that the layer has of its own. In a row:
 ``y = n4(t + mlp(t))``. A branch that isn't fused is called as the module that it is.
 
 Another ``forward`` of the instance computes it (``binding.py``). What that doesn't know it leaves to the class's own:
-training, of parts too, gradients, autocast, attention weights, hooks on what it would pass over, layers that others have put into its
-place.
+training, of parts too, gradients, autocast, attention weights, hooks on what it would pass over, layers that others
+have put into its place.
 """
 
 from __future__ import annotations
