@@ -14,8 +14,8 @@ from qgemm.fusion.branches import NotFused
 from qgemm.fusion.probe import find_angles
 from qgemm.fusion.report import FusionRecord, FusionReport
 from qgemm.fusion.siblings import SiblingWatch
-from qgemm.fusion.structure import Candidates, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
-from qgemm.fusion.verify import MAX_ERROR, Call, error_of, record_calls
+from qgemm.fusion.structure import Candidates, arguments_of, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
+from qgemm.fusion.verify import MAX_ERROR, Call, called_again, error_of, in_eval, random_values, record_calls
 from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.angles import FusedAngles
 from qgemm.nn.blocks.binding import bind, fused_of, unbind
@@ -48,14 +48,9 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     for module in modules.values():
         unbind(module)
     watch = SiblingWatch(modules)
-    calls, problem = _calls(model, {**layers, **mlps}, inputs, watch)
-    records = {name: _fuse_layer(name, layer, calls.get(layer), problem) for name, layer in layers.items()}
-    for name, mlp in mlps.items():
-        # Others are part of a layer.
-        if not any(name.startswith(f"{layer}.") and "mlp" in record.parts for layer, record in records.items()):
-            record = _fuse_layer(name, mlp, calls.get(mlp), problem)
-            if record.parts or name.rpartition(".")[0] not in layers:  # whose record has the reason
-                records[name] = record
+    with in_eval(model):
+        calls, problem = _calls(model, {**layers, **mlps}, inputs, watch)
+        records = _fuse_layers(layers, mlps, calls, problem)
     ordered = tuple(records[name] for name in modules if name in records)
     others = (*_fuse_others(modules), *_fuse_siblings(modules, watch))
     model._qgemm_fusions = FusionReport(ordered, others)  # type: ignore[assignment]
@@ -80,6 +75,20 @@ def fusion_report(model: nn.Module) -> FusionReport:
     return stored
 
 
+def _fuse_layers(
+    layers: Mapping[str, nn.Module], mlps: Mapping[str, nn.Module], calls: Mapping[Any, Call], problem: str
+) -> dict[str, FusionRecord]:
+    """Fuses ``layers``, and those of ``mlps`` that aren't part of one; ``problem``: why there are no ``calls``."""
+    records = {name: _fuse_layer(name, layer, calls.get(layer), problem) for name, layer in layers.items()}
+    for name, mlp in mlps.items():
+        # Others are part of a layer.
+        if not any(name.startswith(f"{layer}.") and "mlp" in record.parts for layer, record in records.items()):
+            record = _fuse_layer(name, mlp, calls.get(mlp), problem)
+            if record.parts or name.rpartition(".")[0] not in layers:  # whose record has the reason
+                records[name] = record
+    return records
+
+
 def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) -> FusionRecord:
     """Fuses a layer, or an MLP by itself, of which there was a ``call``."""
     kind = type(layer).__name__
@@ -88,14 +97,16 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
         return FusionRecord(name, kind, (), reason, None)
     if "forward" in vars(layer):
         return FusionRecord(name, kind, (), "its forward was replaced, as accelerate's hooks do", None)
-    if is_layer(layer):
-        found = find_candidates(layer, call)
-    else:
+    with random_values(layer) as are_random:
         try:
-            found = Candidates((find_mlp(layer),), ("mlp",), "")
-        except NotFused as obstacle:
-            found = Candidates((), (), str(obstacle))
-    fused, error, reason = _choose(found.fused, call)
+            its_call = called_again(layer, call, arguments_of(layer)) if are_random else call
+        except Exception as raised:  # anything that a layer may raise
+            reason = f"it can't be verified: it can't be called again ({type(raised).__name__}: {raised})"
+            return FusionRecord(name, kind, (), reason, None)
+        found = _find_candidates(layer, its_call)
+        fused, error, reason = _choose(found.fused, its_call)
+    if fused is not None and are_random:
+        fused, error, reason = _choose((fused,), call)
     for candidate in found.fused:
         if fused is None or candidate.products != fused.products:
             candidate.separate()
@@ -104,6 +115,15 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
         reason = _why_it_waits(layer, fused)
     parts = found.parts if fused is not None else ()
     return FusionRecord(name, kind, parts, "; ".join(filter(None, (found.reason, reason))), error)
+
+
+def _find_candidates(layer: nn.Module, call: Call) -> Candidates:
+    if is_layer(layer):
+        return find_candidates(layer, call)
+    try:
+        return Candidates((find_mlp(layer),), ("mlp",), "")
+    except NotFused as obstacle:
+        return Candidates((), (), str(obstacle))
 
 
 def _why_it_waits(layer: nn.Module, fused: FusedLayer) -> str:

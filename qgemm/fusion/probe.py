@@ -49,6 +49,7 @@ def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
         or weight.dim() != 1
         or not isinstance(eps, float)
         or set(module._parameters) - {"weight", "bias"}
+        or module._buffers
     ):
         return None
     own = copy.deepcopy(module).to_empty(device="cpu").to(torch.bfloat16)
@@ -99,12 +100,13 @@ def passes_on(module: nn.Module) -> bool:
 @one_thread()
 @torch.no_grad()
 def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
-    """The name of ``activation`` in ``ACTIVATIONS``; empty if it is none of them."""
+    """The name of ``activation`` in ``ACTIVATIONS``; empty if it is none of them, or has values of its own."""
+    if isinstance(activation, nn.Module) and [*activation.parameters(), *activation.buffers()]:
+        return ""
     x = torch.randn(_VALUES, generator=torch.Generator().manual_seed(0)).mul_(2)
     x[_VALUES // 2 :] *= _LARGE
     x = x.to(torch.bfloat16)
-    own: Any = copy.deepcopy(activation).to_empty(device="cpu") if isinstance(activation, nn.Module) else activation
-    return next((name for name, act in ACTIVATIONS.items() if _fraction_unlike(own, act, x) <= _MAX_UNLIKE), "")
+    return next((name for name, act in ACTIVATIONS.items() if _fraction_unlike(activation, act, x) <= _MAX_UNLIKE), "")
 
 
 @one_thread()

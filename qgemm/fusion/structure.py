@@ -229,7 +229,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
             scale=(layer, _SCALE) if _SCALE in layer._buffers else None,
             limited={"clamp", "finfo"} <= {*code_of(layer).co_names},
             crosses=found.crosses != "",
-            defaults=_defaults(layer),
+            defaults=arguments_of(layer),
             passed_over=passed_over,
             called=called,
         )
@@ -242,7 +242,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
 
 def _candidates_of_single(layer: nn.Module, norm: str, name: str, call: Call) -> Candidates:
     """Of a layer of one branch, ``name``, behind ``norm``."""
-    module, defaults = layer.get_submodule(name), _defaults(layer)
+    module, defaults = layer.get_submodule(name), arguments_of(layer)
     step = NormStep(layer.get_submodule(norm), find_norm(layer.get_submodule(norm)))
     branch: Branch
     try:
@@ -301,7 +301,7 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
         names |= {*own} if is_there else set()
     norms = {name: layer.get_submodule(name) for name in names}
     made = _Branches({name: NormStep(norm, find_norm(norm)) for name, norm in norms.items()})
-    defaults, mixer = _defaults(layer), layer.get_submodule(found.mixer)
+    defaults, mixer = arguments_of(layer), layer.get_submodule(found.mixer)
     out = layer.get_submodule(found.out) if found.out else None
     untold: dict[str, str | None] = dict.fromkeys((*_OF_ENCODER,) if found.crosses else ())
     untold.pop("attention_mask", None)
@@ -369,8 +369,8 @@ def _multiplier(layer: nn.Module) -> float:
     return next((value for value in values if isinstance(value, int | float)), 1.0)
 
 
-def _defaults(layer: nn.Module) -> dict[str, Any]:
-    """The arguments of ``forward`` after the first, in order, with their defaults."""
+def arguments_of(layer: nn.Module) -> dict[str, Any]:
+    """The arguments of ``forward`` after the first, in order, with their defaults, None where there is none."""
     parameters = dict(list(inspect.signature(type(layer).forward).parameters.items())[2:])
     return {
         name: None if parameter.default is parameter.empty else parameter.default
@@ -441,7 +441,7 @@ def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]
 
     def below(holder: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, child in holder._modules.items():
-            if child is not None and not isinstance(child, nn.Dropout | nn.Identity):
+            if child is not None:
                 yield holder, name, child
                 if child not in called:
                     yield from below(child)

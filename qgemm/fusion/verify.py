@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qgemm.fusion.siblings import SiblingWatch
+from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.attention import CACHES, SEQUENCES, FusedAttention
 from qgemm.nn.blocks.cross_attention import FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
@@ -29,6 +31,8 @@ _SCALE_WEIGHT = 10
 """Roundings go up and down, value by value, and leave the scale of most tokens as it is. What multiplies by another
 number than the layer is refused from 0.2 % on."""
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 _SPREAD = 1.5  # of queries and keys
 
 
@@ -44,7 +48,7 @@ class Call:
 def record_calls(
     model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[str, Any] | None, watch: SiblingWatch
 ) -> dict[Any, Call]:
-    """A call of each of ``layers``, by layer, in a forward of ``model``, at which ``watch`` looks too.
+    """A call of each of ``layers``, by layer, in a forward of ``model``, in eval mode, at which ``watch`` looks too.
 
     ``inputs``: keyword arguments of that; None takes what transformers has for it.
     """
@@ -66,17 +70,71 @@ def record_calls(
 
     handles: list[Any] = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
     handles += watch.hooks()
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
         with torch.no_grad():
             model(**(_dummy_inputs(model) if inputs is None else inputs))
     finally:
         for handle in handles:
             handle.remove()
+    return calls
+
+
+@contextmanager
+def in_eval(model: nn.Module) -> Iterator[None]:
+    """Has all of ``model`` in eval mode, in which nothing is dropped."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
         for module, mode in modes:
             module.training = mode
-    return calls
+
+
+@contextmanager
+def random_values(layer: nn.Module) -> Iterator[bool]:
+    """Has ``layer`` compute with random values in the place of those that show nothing; whether it has such.
+
+    They are those of new models: weights of norms and scales of one value, mostly 1, and biases and gates of 0. A fused
+    layer without them, or with them elsewhere, may compute the same until others are loaded. Quantized layers keep
+    theirs.
+    """
+    generator = torch.Generator().manual_seed(0)
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    for module in layer.modules():
+        if isinstance(module, QuantLayer):
+            continue
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        kept += [
+            (own, name, value)
+            for own in places
+            for name, value in own.items()
+            if name not in module._non_persistent_buffers_set and _shows_nothing(value)
+        ]
+    try:
+        for own, name, value in kept:
+            random = (0.25 + 0.5 * torch.rand(value.shape, generator=generator)).to(value)
+            others = random if not value.any() else value.detach() * (1 + random)
+            own[name] = nn.Parameter(others, requires_grad=False) if isinstance(value, nn.Parameter) else others
+        yield bool(kept)
+    finally:
+        for own, name, value in kept:
+            own[name] = value
+
+
+def _shows_nothing(value: Any) -> bool:
+    """Whether all values of a parameter or a buffer are equal, a single one 0 or 1."""
+    if type(value) not in (Tensor, nn.Parameter) or value.dtype not in _FLOATS or value.is_meta or not value.numel():
+        return False
+    least, most = (each.item() for each in value.detach().aminmax())
+    return least == most and (value.numel() > 1 or most in (0.0, 1.0))
+
+
+@torch.no_grad()
+def called_again(layer: nn.Module, call: Call, defaults: Mapping[str, Any]) -> Call:
+    """``call`` with what ``layer`` returns as it is now. ``defaults``: the arguments of its ``forward``."""
+    others = {name: _as_it_is(value) for name, value in call.others.items()}
+    return replace(call, output=type(layer).forward(layer, call.x, **{**defaults, **others}))
 
 
 @torch.no_grad()

@@ -49,18 +49,43 @@ def test_a_layer_with_another_forward_is_left_alone() -> None:
     assert torch.equal(example.output(), expected)
 
 
-@pytest.mark.parametrize("place", ["self_attn.k_proj", "mlp", "self_attn", "input_layernorm"])
+@pytest.mark.parametrize(
+    "place",
+    ["model.layers.0.self_attn.k_proj", "model.layers.0.mlp", "model.layers.0.self_attn"]
+    + ["model.layers.0.input_layernorm", "bert.encoder.layer.0.output.dropout"],
+)
 def test_hooks_are_called(place: str) -> None:
-    example = quantized("llama")
+    example = quantized("llama" if place.startswith("model") else "bert")
     expected = example.output()
     fuse(example.model)
     products, called = products_in(example), []
-    handle = example.model.get_submodule(f"model.layers.0.{place}").register_forward_hook(lambda *_: called.append(1))
+    handle = example.model.get_submodule(place).register_forward_hook(lambda *_: called.append(1))
     assert torch.equal(example.output(), expected)
     assert called == [1]
     assert products_in(example) > products
     handle.remove()
     assert products_in(example) == products
+
+
+@pytest.mark.parametrize("place", ["attn.resid_dropout", "attn", "mlp"])
+def test_parts_in_training_drop_values(place: str) -> None:
+    """As they do for estimates of uncertainty, where the rest of the model is in eval mode."""
+    example = quantized("gpt2")
+    part = example.model.get_submodule(f"transformer.h.0.{place}")
+
+    def output() -> torch.Tensor:
+        torch.manual_seed(0)
+        return example.output()
+
+    in_eval = output()
+    part.train()
+    expected = output()
+    part.eval()
+    fuse(example.model)
+    assert torch.equal(output(), in_eval)
+    part.train()
+    assert torch.equal(output(), expected)
+    assert not torch.equal(expected, in_eval)
 
 
 def test_the_report_says_who_is_watched() -> None:
@@ -115,6 +140,45 @@ def test_a_layer_that_computes_something_else_is_left_alone() -> None:
     assert "something else" in second.reason
     assert fused_of(layer) is None
     assert torch.equal(example.output(), expected)
+
+
+_NEW = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_NEW |= {"intermediate_size": 96, "initializer_range": 0.1, "pad_token_id": 0, "max_position_embeddings": 64}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings", "value"),
+    [
+        # Of the residuals, where others have a scale of what is added.
+        ("DogeForCausalLM", {"num_key_value_heads": 2, "head_dim": 16}, "residual"),
+        # A bias that attention returns beside its output, for the layer to add.
+        ("GPTNeoXJapaneseForCausalLM", {"intermediate_multiple_size": 2}, "dense_bias"),
+    ],
+)
+def test_values_that_do_nothing_yet_count_later(name: str, settings: dict[str, Any], value: str) -> None:
+    """Ones and zeros of a new model: it is fused ahead of the weights that it gets."""
+    cls = getattr(transformers, name)
+    example = build_example(cls, cls.config_class(**_NEW, **settings), input_ids=tokens())
+    model = quantize_model(example.model)
+    own = [each for called, each in model.named_parameters() if value in called]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        [each.fill_(value == "residual") for each in own]
+        before = [each.clone() for each in own]
+        fuse(model)
+        assert all(map(torch.equal, own, before))
+        [each.add_(torch.rand(each.shape, generator=generator)) for each in own]
+    found = example.output()
+    unfuse(model)
+    assert torch.equal(example.output(), found)
+
+
+def test_a_model_in_training_is_verified_in_eval_mode() -> None:
+    model = quantized("bert").model.train()
+    fuse(model)
+    assert fused_parts(model) == (BOTH, BOTH)
+    assert all(module.training for module in model.modules())
 
 
 def test_a_layer_that_returns_what_the_next_one_needs_is_left_alone() -> None:

@@ -66,6 +66,9 @@ def test_what_is_no_known_norm() -> None:
     assert find_norm(nn.LayerNorm(64, elementwise_affine=False)) is None
     assert find_norm(nn.LayerNorm((8, 8))) is None
     assert find_norm(nn.Identity()) is None
+    another = _Norm(Norm("rms"))
+    another.register_buffer("scale", torch.ones(64))  # which a few may read
+    assert find_norm(another) is None
 
 
 class _Times(nn.Module):
@@ -108,6 +111,7 @@ def test_activations_are_found() -> None:
         assert find_activation(ACT2FN[name]) == ""
     assert find_activation(nn.Tanh()) == ""
     assert find_activation(nn.Bilinear(2, 2, 2)) == ""
+    assert find_activation(nn.PReLU(init=0)) == ""  # a ReLU until it is trained
 
 
 def test_rotations_of_models() -> None:

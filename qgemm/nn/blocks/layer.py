@@ -7,8 +7,8 @@ input that the layer has of its own. In a row:
 ``y = n4(t + mlp(t))``. A branch that isn't fused is called as the module that it is.
 
 Another ``forward`` of the instance computes it (``binding.py``). What that doesn't know it leaves to the class's own:
-training, gradients, autocast, attention weights, hooks on what it would pass over, layers that others have put into its
-place.
+training, of parts too, gradients, autocast, attention weights, hooks on what it would pass over, layers that others
+have put into its place.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class FusedLayer:
             if cache is not None and hasattr(cache, "cross_attention_cache") != self.crosses:
                 return None
         for holder, name, module in self.passed_over:
-            if holder._modules.get(name) is not module:
+            if holder._modules.get(name) is not module or module.training:
                 return None
             if (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__) and (
                 _is_watched(module)

@@ -56,6 +56,11 @@ class Siblings:
         self._made = _Made(x, version, {i: part for i, part in enumerate(parts) if i != place})
         return parts[place]
 
+    def have_gradients(self) -> bool:
+        """Whether a parameter of a layer is trained: what the product reads has no gradient."""
+        layers = self.merged.layers
+        return any(own is not None and own.requires_grad for layer in layers for own in layer._parameters.values())
+
     def forget(self) -> None:
         """Keeps nothing for anybody."""
         self._made = None
@@ -82,7 +87,7 @@ class FusedSibling:
         """The layer's output for ``x [..., K]``; None if it isn't computed here."""
         if type(x) is not Tensor or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return None
-        if torch.is_grad_enabled() and x.requires_grad:
+        if torch.is_grad_enabled() and (x.requires_grad or self.siblings.have_gradients()):
             return None
         return self.siblings.output(self.place, x)
 

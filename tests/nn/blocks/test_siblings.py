@@ -117,6 +117,17 @@ def test_gradients_are_those_of_the_layers() -> None:
     assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
 
 
+def test_biases_that_are_trained_get_their_gradients() -> None:
+    """Of an input that has none, too."""
+    module, x = made()
+    plain, _ = made()
+    fused(module, x)
+    for each in (module, plain):
+        each.third.bias.requires_grad_()
+        each(x).square().sum().backward()
+    assert torch.equal(module.third.bias.grad, plain.third.bias.grad)
+
+
 def test_what_is_left_alone() -> None:
     module, x = made()
     module.second = nn.Linear(64, 16)  # in float
