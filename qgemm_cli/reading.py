@@ -22,6 +22,7 @@ from qgemm.checkpoint.layout import (
     WEIGHTS_KEY,
     checkpoint_file,
     checkpoint_files,
+    hub_hint,
     read_json,
     retry_while_saved,
 )
@@ -75,7 +76,7 @@ def _open(path: Path) -> Checkpoint:
     if os.path.isdir(path):
         checkpoint = _open_folder(path)
     elif not os.path.isfile(path):
-        raise CheckpointError(f"{path} is neither a folder nor a file")
+        raise CheckpointError(f"{path} is neither a folder nor a file{hub_hint(path)}")
     elif path.suffix != ".safetensors":
         raise CheckpointError(
             f"{path} is not a safetensors file; qgemm opens a folder, {INDEX_FILE} or FILE.safetensors"

@@ -13,9 +13,9 @@ from torch import nn
 
 import qgemm
 from qgemm.arguments import as_new_folder
-from qgemm.checkpoint.disk import make_folder, open_regular, replacing
+from qgemm.checkpoint.disk import make_folder, open_regular, replacing, writing
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import checkpoint_files
+from qgemm.checkpoint.layout import check_no_adapter, checkpoint_files
 from qgemm.streaming.companions import find_companions
 from qgemm_cli.commands.inspect import examine
 from qgemm_cli.output import print_lines, printable, size
@@ -38,6 +38,7 @@ def convert(
         raise CheckpointError(f"{source} is a single file; qgemm converts a folder, with its config")
     if opened.contents is None:
         raise CheckpointError(opened.refusal or opened.problems[0])
+    check_no_adapter(opened.folder)
     if destination.resolve() == source.resolve():
         raise ValueError(f"{destination} is the folder to read from: write to another one")
     if destination.is_dir() and (old := checkpoint_files(destination)) and not overwrite:
@@ -73,7 +74,7 @@ def _write(model: nn.Module, source: Path, destination: Path, overwrite: bool, *
     targets = {path: destination / path for path in paths if overwrite or not (destination / path).exists()}
     has_old = bool(checkpoint_files(destination))
     try:
-        with ExitStack() as copies:
+        with writing(destination), ExitStack() as copies:
             for path, target in targets.items():
                 make_folder(target.parent)
                 with open_regular(source / path) as original:

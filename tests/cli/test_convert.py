@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -76,9 +78,27 @@ def test_what_cannot_be_converted(int8_folder: Path, float_folder: Path, tmp_pat
         'GPTQ stores int4 and int8-weight schemes: save it with --to "qgemm", or load or quantize it with ' in message
     )
     assert message.endswith('--scheme "int8-weight"\n')
+    qgemm.save_quantized(qgemm.quantize_model(torch.nn.Sequential(torch.nn.Linear(8, 8))), tmp_path / "plain")
+    message = run_failing("convert", tmp_path / "plain", out, "--to", "compressed-tensors")
+    assert "not describe a transformers model, and the command builds no other: use qgemm in Python" in message
+    (int8_folder / "adapter_config.json").write_text(
+        "{}"
+    )  # without its adapter it would keep transformers from loading
+    assert "has an adapter" in run_failing("convert", int8_folder, out, "--to", "qgemm")
+    (int8_folder / "adapter_config.json").unlink()
     (int8_folder / "tokenizer.json").symlink_to("/etc/hostname")
     assert "outside of the folder" in run_failing("convert", int8_folder, out, "--to", "qgemm")
     assert "Invalid value" in run("convert", int8_folder, out, "--to", "gguf", exit_code=2).stderr
+
+
+def test_a_full_disk_is_named(int8_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write does
+
+    monkeypatch.setattr("qgemm.checkpoint.save.write_safetensors", fill)
+    message = run_failing("convert", int8_folder, tmp_path / "out", "--to", "qgemm")
+    assert message == f"qgemm: No space left on device: '{tmp_path / 'out'}'\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_was_written_is_read_again(int8_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
