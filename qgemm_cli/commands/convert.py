@@ -23,7 +23,7 @@ from qgemm_cli.reading import FLOAT, open_checkpoint
 
 
 def convert(
-    source: Path, destination: Path, to: str, max_shard_size: str, overwrite: bool, scheme: str | None = None
+    source: Path, destination: Path, to: str, max_shard_size: int | str, overwrite: bool, scheme: str | None = None
 ) -> dict[str, Any]:
     """Writes the checkpoint and reads it again; returns the document that ``--json`` prints.
 
