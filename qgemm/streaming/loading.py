@@ -60,8 +60,9 @@ def _build(source: Source) -> Any:
     path = checkpoint_file(source.folder, CONFIG_FILE)
     config = read_json(path)
     check_no_adapter(source.folder)
+    of_text = config.get("text_config")
     for key in SETTINGS_KEYS:
-        if config.get(key):
+        if config.get(key) or (isinstance(of_text, dict) and of_text.get(key)):
             raise CheckpointError(
                 f"{path} has a {key}: this checkpoint is quantized already. Start from the float checkpoint"
             )

@@ -16,6 +16,7 @@ from qgemm.arguments import as_new_folder
 from qgemm.checkpoint.disk import make_folder, open_regular, replacing, writing
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import check_no_adapter, checkpoint_files
+from qgemm.checkpoint.locking import locked
 from qgemm.streaming.companions import find_companions
 from qgemm_cli.commands.inspect import examine
 from qgemm_cli.output import print_lines, printable, size
@@ -86,20 +87,22 @@ def _write(model: nn.Module, source: Path, destination: Path, overwrite: bool, *
                 copies.close()  # which puts them in place
             qgemm.save_quantized(model, destination, overwrite=overwrite, **options)
     except BaseException:
-        if is_new and not checkpoint_files(destination):
-            _remove(destination, targets.values())
+        if is_new:
+            with suppress(CheckpointError, OSError):  # if another process saves there, they are its files, too
+                with locked(destination):
+                    if not checkpoint_files(destination):
+                        _remove(targets.values())
+                destination.rmdir()
         raise
     return [str(path) for path in targets]
 
 
-def _remove(folder: Path, files: Iterable[Path]) -> None:
+def _remove(files: Iterable[Path]) -> None:
     """Removes ``files``, and the folders that held nothing else."""
     for file in files:
         with suppress(OSError):
             file.unlink()
             file.parent.rmdir()
-    with suppress(OSError):
-        folder.rmdir()
 
 
 def show(document: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from checkpoint.test_bitsandbytes import float_model, write_by_layout
 
 import qgemm
 from cli.command import run, run_failing, run_json
+from qgemm.checkpoint.locking import locked
 
 
 def test_to_compressed_tensors_and_back(int8_folder: Path, tmp_path: Path) -> None:
@@ -99,6 +101,22 @@ def test_a_full_disk_is_named(int8_folder: Path, tmp_path: Path, monkeypatch: py
     message = run_failing("convert", int8_folder, tmp_path / "out", "--to", "qgemm")
     assert message == f"qgemm: No space left on device: '{tmp_path / 'out'}'\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_second_process_leaves_the_files_of_the_first(
+    int8_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (int8_folder / "tokenizer.json").write_text("{}")
+    out, save = tmp_path / "out", qgemm.save_quantized
+    with ExitStack() as first:
+
+        def save_second(*arguments: Any, **options: Any) -> None:
+            first.enter_context(locked(out))  # by a process that has copied the same files
+            save(*arguments, **options)
+
+        monkeypatch.setattr(qgemm, "save_quantized", save_second)
+        assert "another process is saving" in run_failing("convert", int8_folder, out, "--to", "qgemm")
+        assert (out / "tokenizer.json").exists()
 
 
 def test_what_was_written_is_read_again(int8_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

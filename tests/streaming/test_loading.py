@@ -164,9 +164,11 @@ def test_how_a_model_generates_is_kept(source: Path) -> None:
 
 @pytest.mark.parametrize("method", ["qgemm", "gptq"])
 def test_a_checkpoint_that_is_quantized(method: str, source: Path) -> None:
-    edit_config(source, quantization_config={"quant_method": method})
-    with pytest.raises(CheckpointError, match=r"has a quantization_config.*quantized already.*float checkpoint"):
-        quantize_checkpoint(source, source.parent / "streamed")
+    settings = {"quantization_config": {"quant_method": method}}
+    for changes in (settings, {"quantization_config": None, "text_config": settings}):
+        edit_config(source, **changes)
+        with pytest.raises(CheckpointError, match=r"has a quantization_config.*quantized already.*float checkpoint"):
+            quantize_checkpoint(source, source.parent / "streamed")
 
 
 @pytest.mark.parametrize("drop", ["*_scale_inv", ()])
