@@ -142,6 +142,8 @@ def _check_is_of_one_model(folder: Path) -> None:
             f"{folder} holds {found}, and no {WEIGHTS_FILE}: qgemm reads safetensors files alone. Start from the model "
             "as transformers saves it"
         )
+    if any(_SHARED.fullmatch(name) for name in names):
+        return  # of several files, whose index is gone
     if found := next((name for name in names if name.endswith(".safetensors")), None):
         raise CheckpointError(
             f"{folder} holds {found}, and neither {WEIGHTS_FILE} nor {INDEX_FILE}: if a transformers model's tensors "
