@@ -21,4 +21,8 @@ def main() -> None:
         sys.exit(2)
     # Python looks for garbage at its end: a second, among all that PyTorch and transformers have made.
     atexit.register(gc.freeze)
-    app(prog_name="qgemm")
+    try:
+        app(prog_name="qgemm")
+    except OSError as error:  # outside of every command: the help can't be written
+        print(f"qgemm: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)

@@ -32,6 +32,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 ShardSize = Annotated[str, typer.Option(help='The maximum size of a file: a number of bytes, or text like "5GB".')]
 
 
+def _size(given: str) -> int | str:
+    """A number of bytes as a number, which is text on a command line."""
+    return int(given) if given.isdecimal() and given.isascii() else given
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         try:
@@ -178,7 +183,7 @@ def quantize(
                 samples,
                 length,
                 device,
-                max_shard_size,
+                _size(max_shard_size),
                 workers,
                 resume,
                 progress,
@@ -223,7 +228,7 @@ def convert(
         from qgemm_cli.commands.convert import show
 
         with redirect_stdout(sys.stderr):
-            document = run(source, destination, to.value, max_shard_size, overwrite, scheme)
+            document = run(source, destination, to.value, _size(max_shard_size), overwrite, scheme)
         print_json(document) if json else show(document)
 
 
@@ -263,6 +268,9 @@ def compare(
     or a value is above --tolerance or --max-kl.
     """
     with running(compare, debug):
+        for option, given in (("--max-kl", max_kl), ("--tokenizer", tokenizer)):
+            if given is not None and text is None:
+                raise ValueError(f"{option} is for a text: pass --text FILE, or leave it out")
         from qgemm_cli.commands.compare import compare as run
         from qgemm_cli.commands.compare import find_differences, show
 

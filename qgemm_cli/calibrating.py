@@ -61,7 +61,7 @@ def quantize_calibrated(
     windows: Windows | None,
     *,
     device: str,
-    max_shard_size: str,
+    max_shard_size: int | str,
     resume: bool,
     progress: bool | None,
 ) -> tuple[QuantReport, int]:

@@ -69,6 +69,8 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 def describe(error: Exception, command: Callable[..., Any]) -> str:
     """An error in one line. One that isn't meant for users is called by its kind, and by how to see where it was."""
     said = re.sub(r"^\[Errno \d+\] ", "", str(error)) if isinstance(error, OSError) else str(error)
+    if (why := getattr(error, "why", None)) is not None:  # of an UnknownModel, of a module that imports PyTorch
+        said = f"{why}, and the command builds no other: use qgemm in Python"
     text = printable(in_options(" ".join(said.split()), command), limit=2000)
     if isinstance(error, (ValueError, OSError, ImportError)) and text:
         return text

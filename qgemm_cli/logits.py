@@ -17,7 +17,6 @@ from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import open_source
 from qgemm_cli.reading import FLOAT, Checkpoint
 
-_ADAPTER = "adapter_config.json"
 _ROWS = 16  # of logits, in float64 at a time: a vocabulary of 150,000 takes 20 MB
 
 
@@ -37,8 +36,6 @@ def build_float(checkpoint: Checkpoint) -> Any:
         raise CheckpointError(f"{checkpoint.path} is a single file: to run a model, give its folder")
     if checkpoint.format != FLOAT:
         raise CheckpointError(checkpoint.refusal or checkpoint.problems[0])
-    if (checkpoint.folder / _ADAPTER).exists():  # transformers would follow it to the model that it names
-        raise CheckpointError(f"{checkpoint.folder} holds {_ADAPTER}: merge the adapter into its model first")
     # The model on meta has been built from a config that was checked: its class, and what of its config is safe.
     with open_source(checkpoint.folder) as source:
         return plan_loading(source, drop=["*"]).model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -39,8 +38,7 @@ def size(count: float) -> str:
 
 def print_json(document: dict[str, Any]) -> None:
     """One JSON document on standard output; NaN and infinities, which JSON lacks, become null."""
-    sys.stdout.write(json.dumps(_finite(document), indent=2, allow_nan=False) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(_finite(document), indent=2, allow_nan=False), flush=True)
 
 
 def _finite(value: Any) -> Any:

@@ -70,6 +70,17 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Says of any ``OSError`` inside that names no file, as one of a full disk, that it was in ``folder``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(folder)
+        raise
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a new file, which takes the place of the one at ``path``, if there is one, when the block is left.
 

@@ -10,7 +10,15 @@ class CheckpointError(ValueError):
 
 
 class UnknownModel(CheckpointError):
-    """The config of a checkpoint describes no model that can be built from it; another one may be given."""
+    """The config of a checkpoint describes no model that can be built from it; another one may be given.
+
+    ``why``: without that way out, which not everybody has.
+    """
+
+    def __init__(self, why: str) -> None:
+        """``why``: as of the class."""
+        super().__init__(f"{why}; pass the float model, or a function that builds it, as model=")
+        self.why = why
 
 
 def raised(error: CheckpointError) -> NoReturn:

@@ -49,7 +49,18 @@ _SHARED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.
 MOST_RETRIES = 10
 """How often a checkpoint that is being replaced is read again."""
 
+ADAPTER_FILE = "adapter_config.json"
+"""PEFT's: the adapter that it describes lies beside it, and transformers adds that to a model as it loads."""
+
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OF_OTHER_LIBRARIES = (".gguf", ".ggml", ".onnx", ".h5", ".msgpack", ".tflite")
+# What shows a folder around models, and what to take instead.
+_AROUND = {
+    ADAPTER_FILE: "an adapter of PEFT: merge it into its model, with merge_and_unload(), and save that",
+    "model_index.json": "a pipeline of diffusers: take the folder of a part that is a transformers model",
+    "modules.json": "a model of sentence-transformers: take the folder of its first module",
+    "snapshots": "a download of the Hugging Face hub: take the folder in its folder snapshots",
+}
 
 T = TypeVar("T")
 
@@ -94,7 +105,7 @@ def weights_file(folder: Path, config: dict[str, Any]) -> Path:
     name = config.get(WEIGHTS_KEY)
     if name is None:
         if not os.path.lexists(folder / INDEX_FILE):
-            check_no_pickles(folder)
+            _check_is_of_one_model(folder)
             return checkpoint_file(folder, WEIGHTS_FILE)
         if os.path.lexists(folder / WEIGHTS_FILE):
             raise CheckpointError(
@@ -107,6 +118,38 @@ def weights_file(folder: Path, config: dict[str, Any]) -> Path:
             "*.safetensors or *.safetensors.index.json"
         )
     return checkpoint_file(folder, name)
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raises ``CheckpointError`` if ``folder`` has an adapter beside its model, with which transformers loads it."""
+    if os.path.lexists(folder / ADAPTER_FILE):
+        raise CheckpointError(
+            f"{folder} has an adapter, {ADAPTER_FILE}, which transformers adds to the model as it loads: merge the "
+            "adapter into the float model, with PEFT's merge_and_unload(), or move that file away to do without it"
+        )
+
+
+def _check_is_of_one_model(folder: Path) -> None:
+    """Raises ``CheckpointError`` if ``folder`` has something else instead of a file with weights."""
+    if os.path.lexists(folder / WEIGHTS_FILE) or not folder.is_dir():
+        return
+    if (what := next((what for name, what in _AROUND.items() if (folder / name).exists()), None)) is not None:
+        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}. It is {what}")
+    check_no_pickles(folder)
+    names = sorted(path.name for path in folder.iterdir())
+    if found := next((name for name in names if name.lower().endswith(_OF_OTHER_LIBRARIES)), None):
+        raise CheckpointError(
+            f"{folder} holds {found}, and no {WEIGHTS_FILE}: qgemm reads safetensors files alone. Start from the model "
+            "as transformers saves it"
+        )
+    if any(_SHARED.fullmatch(name) for name in names):
+        return  # of several files, whose index is gone
+    if found := next((name for name in names if name.endswith(".safetensors")), None):
+        raise CheckpointError(
+            f"{folder} holds {found}, and neither {WEIGHTS_FILE} nor {INDEX_FILE}: if a transformers model's tensors "
+            f"are in that file alone, rename it to {WEIGHTS_FILE}; else load the model and save it with "
+            "save_pretrained"
+        )
 
 
 def check_no_pickles(folder: Path) -> None:

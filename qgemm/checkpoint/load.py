@@ -21,6 +21,7 @@ from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import fit_to_model, read_contents
 from qgemm.checkpoint.layout import (
+    ADAPTER_FILE,
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     checkpoint_file,
@@ -141,6 +142,8 @@ def find_matching(
     text = read_text(config_path)
     config = parse_json(text, config_path)
     contents = read_contents(folder, config, config_path)
+    if (folder / ADAPTER_FILE).exists():
+        contents.note(f"it has an adapter, {ADAPTER_FILE}: add it with load_adapter of the model")
     manifest = contents.manifest
     if model is None:
         config["dtype"] = dtype_of(folder, config, contents.stored)

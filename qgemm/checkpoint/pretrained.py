@@ -134,10 +134,7 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
     """
     names = config.get("architectures")
     if "model_type" not in config or not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise UnknownModel(
-            f"{path} does not describe a transformers model; "
-            "pass the float model, or a function that builds it, as model="
-        )
+        raise UnknownModel(f"{path} does not describe a transformers model")
     try:
         import transformers
     except ImportError as error:
@@ -149,12 +146,11 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel) or cls.config_class is None:
         raise UnknownModel(
             f"{path}: architectures names {names[0]!r}, which is no model class of transformers "
-            f"{transformers.__version__}; pass the float model, or a function that builds it, as model="
+            f"{transformers.__version__}"
         )
     if cls.config_class.model_type != config["model_type"]:
         raise UnknownModel(
-            f"{path}: model_type is {config['model_type']!r}, but {names[0]} is of {cls.config_class.model_type!r}: "
-            "pass the float model, or a function that builds it, as model="
+            f"{path}: model_type is {config['model_type']!r}, but {names[0]} is of {cls.config_class.model_type!r}"
         )
     dtype = _FLOAT_DTYPES_BY_NAME.get(str(config.get("dtype")))
     if dtype is None:

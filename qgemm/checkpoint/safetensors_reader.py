@@ -127,6 +127,8 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
 
     def _read_header(self) -> bytes:
         prefix = self._file.read(8)
+        if prefix == b"version ":
+            raise ValueError("it is a pointer of Git LFS, without values; fetch those with git lfs pull")
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or not 2 <= length <= min(LARGEST_HEADER, self.stamp.size - 8):
             raise ValueError("its header doesn't end")

@@ -16,9 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, SETTINGS_KEYS, checkpoint_file, read_json
+from qgemm.checkpoint.errors import CheckpointError, UnknownModel
+from qgemm.checkpoint.layout import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    SETTINGS_KEYS,
+    check_no_adapter,
+    checkpoint_file,
+    read_json,
+)
 from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, dtype_of, read_generation_config
+from qgemm.checkpoint.recognition import recognize
 from qgemm.checkpoint.tensors import get_tensor, set_tensor
 from qgemm.model.selection import listed
 from qgemm.streaming.conversions import find_tensors
@@ -42,7 +50,7 @@ def plan_loading(source: Source, drop: Iterable[str]) -> FloatModel:
     """
     model = _build(source)
     tensors, unplaced = find_tensors(model, source)
-    _check_unplaced(model, unplaced, drop, source.folder)
+    _check_unplaced(model, unplaced, drop, source)
     _tie(model, tensors)
     _add_built(model, tensors, source)
     return FloatModel(model, tensors)
@@ -51,13 +59,20 @@ def plan_loading(source: Source, drop: Iterable[str]) -> FloatModel:
 def _build(source: Source) -> Any:
     path = checkpoint_file(source.folder, CONFIG_FILE)
     config = read_json(path)
+    check_no_adapter(source.folder)
+    of_text = config.get("text_config")
     for key in SETTINGS_KEYS:
-        if config.get(key):
+        if config.get(key) or (isinstance(of_text, dict) and of_text.get(key)):
             raise CheckpointError(
                 f"{path} has a {key}: this checkpoint is quantized already. Start from the float checkpoint"
             )
     dtype = dtype_of(source.folder, config, source.tensors)
-    model: Any = build_pretrained({**config, "dtype": dtype}, path, source.tensors)
+    try:
+        model: Any = build_pretrained({**config, "dtype": dtype}, path, source.tensors)
+    except UnknownModel as error:
+        raise CheckpointError(
+            f"{error.why}: load the float model in Python, and call qgemm.quantize_model and qgemm.save_quantized"
+        ) from error
     _set_dtype(model, dtype)
     if model.can_generate():
         model.generation_config = _generation_config(source.folder)
@@ -83,19 +98,20 @@ def _set_dtype(model: Any, dtype: str) -> None:
             part.dtype = value
 
 
-def _check_unplaced(model: Any, unplaced: list[str], drop: Iterable[str], folder: Path) -> None:
+def _check_unplaced(model: Any, unplaced: list[str], drop: Iterable[str], source: Source) -> None:
     # As transformers has it: buffers that used to be stored.
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     globs = list(drop)
-    left = [
-        name
-        for name in unplaced
-        if not any(re.search(pattern, name) for pattern in ignored)
-        and not any(fnmatchcase(name, glob) for glob in globs)
-    ]
-    if left:
+    foreign = [name for name in unplaced if not any(re.search(pattern, name) for pattern in ignored)]
+    # Without their scales values that look like floats, such as fp8's, would be other weights.
+    if foreign and (found := recognize(source.tensors)) is not None:
         raise CheckpointError(
-            f"{folder} holds tensors that {type(model).__name__} doesn't have: {listed(left, show=str)}. "
+            f"{source.folder} is quantized already, by its tensors ({found.format}), such as {foreign[0]}. Start from "
+            "the float checkpoint"
+        )
+    if left := [name for name in foreign if not any(fnmatchcase(name, glob) for glob in globs)]:
+        raise CheckpointError(
+            f"{source.folder} holds tensors that {type(model).__name__} doesn't have: {listed(left, show=str)}. "
             "To ignore them, pass their names, or globs, in drop"
         )
 

@@ -140,7 +140,8 @@ class Source:
 def open_source(folder: Path) -> Iterator[Source]:
     """The float checkpoint in ``folder``; raises ``CheckpointError`` if it isn't whole, or is a pickle."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give one that save_pretrained wrote{hub_hint(folder)}")
+        what = "is a file" if folder.is_file() else "is not a folder"
+        raise CheckpointError(f"{folder} {what}; give the folder of a float model{hub_hint(folder)}")
     # Before they are read, so that whatever happens to them meanwhile is a change.
     identities = {name: _identify(folder / name) if (folder / name).exists() else None for name in _JSON_FILES}
     config = read_json(checkpoint_file(folder, CONFIG_FILE)) if identities[CONFIG_FILE] is not None else {}

@@ -13,9 +13,10 @@ from torch import nn
 
 import qgemm
 from qgemm.arguments import as_new_folder
-from qgemm.checkpoint.disk import make_folder, open_regular, replacing
+from qgemm.checkpoint.disk import make_folder, open_regular, replacing, writing
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import checkpoint_files
+from qgemm.checkpoint.layout import check_no_adapter, checkpoint_files
+from qgemm.checkpoint.locking import locked
 from qgemm.streaming.companions import find_companions
 from qgemm_cli.commands.inspect import examine
 from qgemm_cli.output import print_lines, printable, size
@@ -23,7 +24,7 @@ from qgemm_cli.reading import FLOAT, open_checkpoint
 
 
 def convert(
-    source: Path, destination: Path, to: str, max_shard_size: str, overwrite: bool, scheme: str | None = None
+    source: Path, destination: Path, to: str, max_shard_size: int | str, overwrite: bool, scheme: str | None = None
 ) -> dict[str, Any]:
     """Writes the checkpoint and reads it again; returns the document that ``--json`` prints.
 
@@ -38,6 +39,7 @@ def convert(
         raise CheckpointError(f"{source} is a single file; qgemm converts a folder, with its config")
     if opened.contents is None:
         raise CheckpointError(opened.refusal or opened.problems[0])
+    check_no_adapter(opened.folder)
     if destination.resolve() == source.resolve():
         raise ValueError(f"{destination} is the folder to read from: write to another one")
     if destination.is_dir() and (old := checkpoint_files(destination)) and not overwrite:
@@ -73,7 +75,7 @@ def _write(model: nn.Module, source: Path, destination: Path, overwrite: bool, *
     targets = {path: destination / path for path in paths if overwrite or not (destination / path).exists()}
     has_old = bool(checkpoint_files(destination))
     try:
-        with ExitStack() as copies:
+        with writing(destination), ExitStack() as copies:
             for path, target in targets.items():
                 make_folder(target.parent)
                 with open_regular(source / path) as original:
@@ -85,20 +87,22 @@ def _write(model: nn.Module, source: Path, destination: Path, overwrite: bool, *
                 copies.close()  # which puts them in place
             qgemm.save_quantized(model, destination, overwrite=overwrite, **options)
     except BaseException:
-        if is_new and not checkpoint_files(destination):
-            _remove(destination, targets.values())
+        if is_new:
+            with suppress(CheckpointError, OSError):  # if another process saves there, they are its files, too
+                with locked(destination):
+                    if not checkpoint_files(destination):
+                        _remove(targets.values())
+                destination.rmdir()
         raise
     return [str(path) for path in targets]
 
 
-def _remove(folder: Path, files: Iterable[Path]) -> None:
+def _remove(files: Iterable[Path]) -> None:
     """Removes ``files``, and the folders that held nothing else."""
     for file in files:
         with suppress(OSError):
             file.unlink()
             file.parent.rmdir()
-    with suppress(OSError):
-        folder.rmdir()
 
 
 def show(document: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def quantize(
     samples: int,
     length: int,
     device: str,
-    max_shard_size: str,
+    max_shard_size: int | str,
     workers: int,
     resume: bool,
     progress: bool,

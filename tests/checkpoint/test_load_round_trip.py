@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,14 @@ def test_download_of_the_hub_client_loads(tmp_path: Path, llama_folder: Path) ->
         (blobs / str(number)).write_bytes(file.read_bytes())
         (snapshot / file.name).symlink_to(Path("..", "..", "blobs", str(number)))
     assert_same_tensors(load_quantized(snapshot), load_quantized(llama_folder))
+
+
+def test_an_adapter_beside_the_model_is_told_of(tmp_path: Path, llama_folder: Path) -> None:
+    # from_pretrained adds it; load_quantized loads the model alone.
+    folder = shutil.copytree(llama_folder, tmp_path / "copy")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.warns(UserWarning, match=r"it has an adapter, adapter_config\.json: add it with load_adapter of the"):
+        load_quantized(folder)
 
 
 def test_loaded_model_does_not_depend_on_its_files(llama_folder: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from processes import run_process
 
 import qgemm
+import qgemm_cli
 from cli.command import run, run_failing
 from qgemm_cli.app import app
 from qgemm_cli.output import printable, size
@@ -144,6 +145,16 @@ main()
     script.write_text(code)
     result = run_process(script, "inspect", int8_folder, *arguments)
     assert (result.stderr, result.returncode) == ("", 141)
+
+
+def test_help_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("qgemm_cli.app.app", fail)
+    with pytest.raises(SystemExit) as ended:
+        qgemm_cli.main()
+    assert (ended.value.code, capsys.readouterr().err) == (2, "qgemm: No space left on device\n")
 
 
 def test_an_error_is_one_line_and_debug_shows_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

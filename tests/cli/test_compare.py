@@ -324,6 +324,8 @@ def test_what_cannot_be_compared(float_folder: Path, int8_folder: Path, tmp_path
     (tmp_path / "text.txt").write_text("a b c")
     (float_folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/somewhere/else"}')
     assert "merge the adapter" in run_failing("compare", float_folder, int8_folder, *text)
+    for option, value in (("--max-kl", "0.1"), ("--tokenizer", float_folder)):  # else a check that passes untried
+        assert f"{option} is for a text" in run_failing("compare", float_folder, int8_folder, option, value)
     for device in ("cuda:99", "gpu"):
         assert f'device is "{device}"' in run_failing("compare", float_folder, int8_folder, "--device", device)
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe\xff")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from checkpoint.test_bitsandbytes import float_model, write_by_layout
 
 import qgemm
 from cli.command import run, run_failing, run_json
+from qgemm.checkpoint.locking import locked
 
 
 def test_to_compressed_tensors_and_back(int8_folder: Path, tmp_path: Path) -> None:
@@ -76,9 +80,43 @@ def test_what_cannot_be_converted(int8_folder: Path, float_folder: Path, tmp_pat
         'GPTQ stores int4 and int8-weight schemes: save it with --to "qgemm", or load or quantize it with ' in message
     )
     assert message.endswith('--scheme "int8-weight"\n')
+    qgemm.save_quantized(qgemm.quantize_model(torch.nn.Sequential(torch.nn.Linear(8, 8))), tmp_path / "plain")
+    message = run_failing("convert", tmp_path / "plain", out, "--to", "compressed-tensors")
+    assert "not describe a transformers model, and the command builds no other: use qgemm in Python" in message
+    (int8_folder / "adapter_config.json").write_text(
+        "{}"
+    )  # without its adapter it would keep transformers from loading
+    assert "has an adapter" in run_failing("convert", int8_folder, out, "--to", "qgemm")
+    (int8_folder / "adapter_config.json").unlink()
     (int8_folder / "tokenizer.json").symlink_to("/etc/hostname")
     assert "outside of the folder" in run_failing("convert", int8_folder, out, "--to", "qgemm")
     assert "Invalid value" in run("convert", int8_folder, out, "--to", "gguf", exit_code=2).stderr
+
+
+def test_a_full_disk_is_named(int8_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write does
+
+    monkeypatch.setattr("qgemm.checkpoint.save.write_safetensors", fill)
+    message = run_failing("convert", int8_folder, tmp_path / "out", "--to", "qgemm")
+    assert message == f"qgemm: No space left on device: '{tmp_path / 'out'}'\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_process_leaves_the_files_of_the_first(
+    int8_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (int8_folder / "tokenizer.json").write_text("{}")
+    out, save = tmp_path / "out", qgemm.save_quantized
+    with ExitStack() as first:
+
+        def save_second(*arguments: Any, **options: Any) -> None:
+            first.enter_context(locked(out))  # by a process that has copied the same files
+            save(*arguments, **options)
+
+        monkeypatch.setattr(qgemm, "save_quantized", save_second)
+        assert "another process is saving" in run_failing("convert", int8_folder, out, "--to", "qgemm")
+        assert (out / "tokenizer.json").exists()
 
 
 def test_what_was_written_is_read_again(int8_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

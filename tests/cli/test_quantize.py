@@ -117,6 +117,13 @@ def test_the_table_has_a_row_for_a_kind_of_layer(float_folder: Path, tmp_path: P
     assert "14 of 15 layers quantized" in shown
 
 
+def test_the_size_of_files_may_be_a_number(float_folder: Path, tmp_path: Path) -> None:
+    run("quantize", float_folder, tmp_path / "out", "--max-shard-size", "12000")
+    run("convert", tmp_path / "out", tmp_path / "other", "--to", "compressed-tensors", "--max-shard-size", "12000")
+    for name in ("out", "other"):
+        assert len(list((tmp_path / name).glob("*.safetensors"))) > 1
+
+
 def test_what_cannot_be_done_is_one_sentence(float_folder: Path, int8_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "qgemm: --scheme is 'int3'" in run_failing("quantize", float_folder, out, "--scheme", "int3")

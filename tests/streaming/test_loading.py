@@ -164,14 +164,38 @@ def test_how_a_model_generates_is_kept(source: Path) -> None:
 
 @pytest.mark.parametrize("method", ["qgemm", "gptq"])
 def test_a_checkpoint_that_is_quantized(method: str, source: Path) -> None:
-    edit_config(source, quantization_config={"quant_method": method})
-    with pytest.raises(CheckpointError, match=r"has a quantization_config.*quantized already.*float checkpoint"):
+    settings = {"quantization_config": {"quant_method": method}}
+    for changes in (settings, {"quantization_config": None, "text_config": settings}):
+        edit_config(source, **changes)
+        with pytest.raises(CheckpointError, match=r"has a quantization_config.*quantized already.*float checkpoint"):
+            quantize_checkpoint(source, source.parent / "streamed")
+
+
+@pytest.mark.parametrize("drop", ["*_scale_inv", ()])
+def test_a_checkpoint_that_only_its_tensors_show_to_be_quantized(drop: Any, source: Path) -> None:
+    # Whose fp8 values look like floats: without the scales they would be other weights.
+    weight = load_file(source / "model.safetensors")[UP_PROJ].to(torch.float8_e4m3fn)
+    name = UP_PROJ.replace(".", "__")
+    edit_tensors(source, **{name: weight, f"{name}_scale_inv": torch.ones(1, 1)})
+    with pytest.raises(CheckpointError, match=r"quantized already, by its tensors \(fp8\), such as .*_scale_inv"):
+        quantize_checkpoint(source, source.parent / "streamed", drop=drop)
+
+
+def test_an_adapter_beside_the_model(source: Path) -> None:
+    # from_pretrained adds it, and would look for it beside the quantized model, too.
+    (source / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"has an adapter, adapter_config\.json.*merge the adapter into .*or move that file"
+    ):
         quantize_checkpoint(source, source.parent / "streamed")
 
 
 def test_a_model_that_transformers_does_not_have(source: Path) -> None:
     edit_config(source, architectures=["RemoteForCausalLM"], auto_map={"AutoModel": "modeling_remote.Remote"})
-    with pytest.raises(CheckpointError, match=r"'RemoteForCausalLM', which is no model class of transformers"):
+    message = (
+        r"'RemoteForCausalLM', which is no model class of transformers [\d.]+: load .* and call qgemm\.quantize_mo"
+    )
+    with pytest.raises(CheckpointError, match=message):
         quantize_checkpoint(source, source.parent / "streamed")
 
 

@@ -82,6 +82,40 @@ def test_a_pickle(source: Path, tmp_path: Path) -> None:
         quantize_checkpoint(source, tmp_path / "streamed")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "model-Q4_K_M.gguf",
+            r"holds model-Q4_K_M\.gguf, and no .*: qgemm reads safetensors files alone",
+        ),
+        ("model.onnx", r"holds model\.onnx, and no"),
+        (
+            "model.fp16.safetensors",
+            r"holds model\.fp16\.safetensors, and neither .*rename it to model\.safetensors",
+        ),
+        ("adapter_config.json", r"an adapter of PEFT: merge it into its model"),
+        ("model_index.json", r"a pipeline of diffusers: take the folder of a part"),
+        ("modules.json", r"sentence-transformers: take the folder of its first module"),
+        ("snapshots/", r"a download of the Hugging Face hub: take the folder in its folder snapshots"),
+    ],
+)
+def test_a_folder_of_something_else(name: str, message: str, source: Path, tmp_path: Path) -> None:
+    (source / "model.safetensors").unlink()
+    (source / "training_args.bin").touch()  # a pickle, which trainers leave beside an adapter
+    if message.startswith("holds"):
+        (source / "training_args.bin").unlink()
+    (source / name).mkdir() if name.endswith("/") else (source / name).touch()
+    with pytest.raises(CheckpointError, match=message):
+        quantize_checkpoint(source, tmp_path / "streamed")
+
+
+def test_a_pointer_of_git_lfs(source: Path, tmp_path: Path) -> None:
+    (source / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=r"a pointer of Git LFS, without values; fetch those with git lfs pull"):
+        quantize_checkpoint(source, tmp_path / "streamed")
+
+
 def test_an_index_with_a_name_of_its_own(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Which the config gives. What else lies there isn't this model's.
     (source / "model.safetensors").rename(source / "other.safetensors")
@@ -108,13 +142,14 @@ def test_an_index_with_a_name_of_its_own(source: Path, tmp_path: Path, monkeypat
     load_quantized(tmp_path / "streamed")
 
 
-def test_a_name_on_the_hub(tmp_path: Path) -> None:
+def test_a_name_on_the_hub(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"org/model is not a folder.*first: hf download org/model --local-dir model$"
+        CheckpointError, match=r"org/model is not a folder.*first: hf download org/model --local-dir model"
     ):
         quantize_checkpoint("org/model", tmp_path / "streamed")
-    with pytest.raises(CheckpointError, match=r"nowhere is not a folder; give one that save_pretrained wrote$"):
-        quantize_checkpoint(tmp_path / "nowhere", tmp_path / "streamed")
+    for path, message in ((tmp_path / "nowhere", "is not a folder"), (source / "model.safetensors", "is a file")):
+        with pytest.raises(CheckpointError, match=f"{message}; give the folder of a float model$"):
+            quantize_checkpoint(path, tmp_path / "streamed")
 
 
 def test_values_come_from_the_file_whose_header_was_read(tmp_path: Path) -> None:
