@@ -13,6 +13,7 @@ from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import qgemm
+from qgemm.integrations.transformers.cache import ARGUMENT
 from qgemm.integrations.transformers.generate import loop
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,7 +65,7 @@ def test_a_cache_of_the_callers_that_grows_is_filled(llama: Any, new_alone: bool
     qgemm.fast_generate(llama, False)
     expected = call()
     qgemm.fast_generate(llama)
-    with pytest.warns(UserWarning, match="past_key_values is a cache that grows; a StaticCache can be continued"):
+    with pytest.warns(UserWarning, match=f"{ARGUMENT} is a cache that grows; a StaticCache can be continued"):
         result = call()
     assert all(map(torch.equal, result, expected))
 
