@@ -1,6 +1,7 @@
 """Calls of ``fast_generate`` by what is in them: the tokens and the cache are those of transformers' own loop."""
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -140,6 +141,14 @@ def test_layers_that_see_no_image_are_left_out() -> None:
     assert torch.equal(result, expected)
     with pytest.raises(ValueError, match=r"layers with cross attention, .*: use a cache of transformers"):
         qgemm.KeyValueCache(config, 1, 64)
+
+
+def test_text_alone_for_a_model_that_sees_images() -> None:
+    """With transformers 5.20, if not before, its loop is given what encoders said of images, which is nothing here."""
+    model = FAMILIES["llava"]().model.to(DEVICE)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "generate runs")
+        assert torch.equal(*both(model, lambda: model.generate(PROMPTS, **SETTINGS, max_new_tokens=5)))
 
 
 def test_parts_of_a_model_keep_the_attention_that_they_have() -> None:
