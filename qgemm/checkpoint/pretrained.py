@@ -148,7 +148,8 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
             f"{path}: architectures names {names[0]!r}, which is no model class of transformers "
             f"{transformers.__version__}"
         )
-    if cls.config_class.model_type != config["model_type"]:
+    config_class = _config_class(cls, config["model_type"])
+    if config_class is None:
         raise UnknownModel(
             f"{path}: model_type is {config['model_type']!r}, but {names[0]} is of {cls.config_class.model_type!r}"
         )
@@ -162,10 +163,10 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
     limits = None if stored is None else BuildLimits(stored)
     try:
         # The class may build anything from these values; whatever goes wrong there, the file is at fault.
-        values = cls.config_class._decode_special_floats(config)  # a copy
+        values = config_class._decode_special_floats(config)  # a copy
         _drop_controls(values)
         _drop_of_a_save(values)  # so that the config is again the one that was saved
-        own_config = cls.config_class(**values)
+        own_config = config_class(**values)
         with parameters_on_meta(limits), _default_dtype(dtype):
             model: nn.Module = cls(own_config)
     except Exception as error:
@@ -176,6 +177,22 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         if isinstance(top_k, int) and isinstance(experts, int) and not 0 <= top_k <= experts:
             raise CheckpointError(f"{path}: {name} would choose {top_k} of {experts} experts")
     return model
+
+
+def _config_class(cls: Any, model_type: Any) -> Any:
+    """The class of the configs of ``model_type``, of which models of ``cls`` are made; None if they aren't."""
+    if cls.config_class.model_type == model_type:
+        return cls.config_class
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    # Some types are configs alone, with the models of another type.
+    for name, classes in vars(modeling_auto).items():
+        found = classes.get(model_type, ()) if name.endswith("_MAPPING_NAMES") and isinstance(model_type, str) else ()
+        if cls.__name__ in ((found,) if isinstance(found, str) else found):
+            config_class = configuration_auto.CONFIG_MAPPING[model_type]
+            # A config of several parts may be there for its text model.
+            return config_class if config_class.sub_configs.keys() == cls.config_class.sub_configs.keys() else None
+    return None
 
 
 def built_again(model: nn.Module) -> Any:

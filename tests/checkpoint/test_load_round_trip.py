@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import FAMILIES, UNLIKE, Example
 from safetensors.torch import load_file
 from torch import nn
@@ -81,6 +82,26 @@ def test_a_config_whose_parts_take_few_arguments(tmp_path: Path) -> None:
     assert_same_tensors(load_quantized(tmp_path), model)
     # A folder of the machine that saved it.
     assert "_name_or_path" not in (tmp_path / "config.json").read_text()
+
+
+def test_a_model_type_whose_class_is_another_types(tmp_path: Path) -> None:
+    example = FAMILIES["gpt2"]()
+    quantize_model(example.model)
+    save_quantized(example.model, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"model_type": "gpt2"', '"model_type": "gpt-sw3"'))
+    assert_same_tensors(load_quantized(tmp_path), example.model)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "ExaoneConfig"), reason="transformers has it from 5.24 on")
+def test_a_config_of_a_class_of_its_own(tmp_path: Path) -> None:
+    config = transformers.ExaoneConfig(**tiny_llama().config.to_diff_dict())
+    model = transformers.LlamaForCausalLM(config)
+    quantize_model(model)
+    save_quantized(model, tmp_path)
+    loaded = load_quantized(tmp_path)
+    assert_same_tensors(loaded, model.eval())
+    assert type(loaded.config) is transformers.ExaoneConfig
 
 
 @pytest.mark.parametrize("build", [FAMILIES["gpt2"], FAMILIES["t5"], FAMILIES["whisper"]])

@@ -353,6 +353,27 @@ def test_rotate_and_store_is_an_update(dtype: torch.dtype | None) -> None:
     assert ours.used == wanted.used == 7
 
 
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
+def test_a_copy_of_a_layer_is_one_more_of_its_cache(dtype: torch.dtype | None) -> None:
+    """As Dory makes them, whose layers run several times."""
+    model = model_of("Llama")
+    ours, wanted = new_cache(model, dtype), new_cache(model, dtype)
+    ours.layers += [copy.deepcopy(layer) for layer in ours.layers]
+    model.set_attn_implementation("qgemm")
+    whole = copy.deepcopy(ours)
+    for S in (5, 2):
+        key, value = torch.randn(2, 2, 2, S, 16)
+        stored = wanted.update(key, value, 0)
+        for cache in (ours, whole):
+            for each in (cache.update(key, value, layer) for layer in range(6)):
+                assert all(torch.equal(x, y) for x, y in zip(each, stored, strict=True))
+                assert each[0].about.tokens is cache.tokens
+    assert ours.used == whole.used == wanted.used == 7
+    ours.rewind(3)
+    assert whole.used == 7
+    assert [layer.get_seq_length() for layer in ours.layers] == 6 * [3]
+
+
 def test_what_is_refused() -> None:
     model, inputs = model_of("Llama"), prompts(padded=False)
     config = model.config
@@ -369,6 +390,8 @@ def test_what_is_refused() -> None:
         qgemm.KeyValueCache(model, 2, 64)
     with pytest.raises(ValueError, match="has no chunked attention"):
         qgemm.KeyValueCache(transformers.Llama4TextConfig(), 1, 64)
+    with pytest.raises(ValueError, match="reads keys of its cache by itself: use a cache of transformers"):
+        qgemm.KeyValueCache(transformers.LlamaConfig(recurrent_kv_cache_mode="last_loop"), 1, 64)
     with pytest.raises(ValueError, match=r"layers of the kind \w+, and a KeyValueCache keeps only keys and values"):
         qgemm.KeyValueCache(transformers.Qwen3NextConfig(num_hidden_layers=4), 1, 64)
     with pytest.raises(ValueError, match="2 sequences come, and the cache has room for 1"):

@@ -1,6 +1,7 @@
 """Calls of ``fast_generate`` by what is in them: the tokens and the cache are those of transformers' own loop."""
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import qgemm
+from qgemm.integrations.transformers.cache import ARGUMENT
 from qgemm.integrations.transformers.generate import loop
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,7 +66,7 @@ def test_a_cache_of_the_callers_that_grows_is_filled(llama: Any, new_alone: bool
     qgemm.fast_generate(llama, False)
     expected = call()
     qgemm.fast_generate(llama)
-    with pytest.warns(UserWarning, match="past_key_values is a cache that grows; a StaticCache can be continued"):
+    with pytest.warns(UserWarning, match=f"{ARGUMENT} is a cache that grows; a StaticCache can be continued"):
         result = call()
     assert all(map(torch.equal, result, expected))
 
@@ -139,6 +141,14 @@ def test_layers_that_see_no_image_are_left_out() -> None:
     assert torch.equal(result, expected)
     with pytest.raises(ValueError, match=r"layers with cross attention, .*: use a cache of transformers"):
         qgemm.KeyValueCache(config, 1, 64)
+
+
+def test_text_alone_for_a_model_that_sees_images() -> None:
+    """With transformers 5.20, if not before, its loop is given what encoders said of images, which is nothing here."""
+    model = FAMILIES["llava"]().model.to(DEVICE)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "generate runs")
+        assert torch.equal(*both(model, lambda: model.generate(PROMPTS, **SETTINGS, max_new_tokens=5)))
 
 
 def test_parts_of_a_model_keep_the_attention_that_they_have() -> None:

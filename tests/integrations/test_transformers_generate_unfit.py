@@ -38,6 +38,11 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "DogeForCausalLM": (_SIZES, "DogeAttention makes a mask of its own"),
     "FalconForCausalLM": ({**_SIZES, "alibi": True}, "FalconForCausalLM adds ALiBi to masks"),
+    # As Dory's models say it, which are in transformers from 5.24 on.
+    "LlamaForCausalLM": (
+        {**_SIZES, "recurrent_kv_cache_mode": "last_loop"},
+        "LlamaForCausalLM reads keys of its cache by itself",
+    ),
     "MiMoV2FlashForCausalLM": (
         {
             **_SIZES,
@@ -103,6 +108,38 @@ def test_a_cache_of_the_callers_is_as_it_was(name: str, make: Any) -> None:
         warnings.simplefilter("ignore")
         assert torch.equal(model.generate(**options, past_key_values=cache), expected)
     assert cache.get_seq_length() == 7 + 5
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DoryForCausalLM"), reason="transformers has it from 5.24 on")
+@pytest.mark.parametrize(
+    "settings", [{"n_input_layers": 0}, {"n_input_layers": 1}, {"layer_types": 4 * ["full_attention"]}]
+)
+def test_layers_that_run_several_times_keep_the_keys_of_each(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    sizes = {**_SIZES, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 4, "n_output_layers": 1}
+    config = transformers.DoryConfig(**{**sizes, "n_input_layers": 1, "n_recurrent_loops": 3, **settings})
+    model: Any = transformers.DoryForCausalLM(config).eval().to(DEVICE)
+    options: dict[str, Any] = {"input_ids": PROMPTS.to(DEVICE), "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**options)
+    qgemm.fast_generate(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(2):
+            assert torch.equal(model.generate(**options), expected)
+
+
+def test_values_of_a_config_that_differ_among_layers() -> None:
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)).eval().to(DEVICE)
+    options: dict[str, Any] = {"input_ids": PROMPTS.to(DEVICE), "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**options)
+    model.config.kv_lora_rank = None
+    model.config.per_layer_config = {1: {"kv_lora_rank": 16}}
+    qgemm.fast_generate(model)
+    assert torch.equal(model.generate(**options), expected)
+    qgemm.fast_generate(model, cache_dtype=torch.int8)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM has no KeyValueCache"):
+        assert torch.equal(model.generate(**options), expected)
 
 
 def test_decoding_of_a_class_goes_to_it() -> None:

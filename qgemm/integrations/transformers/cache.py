@@ -14,6 +14,7 @@ Layers with a sliding window keep all tokens as well; attention looks at the las
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -50,7 +51,18 @@ def fits_key_value_cache(model: Any) -> bool:
     """Whether attention of ``model`` can be replaced, and isn't latent, with keys of another size than values."""
     config: Any = model.config.get_text_config(decoder=True)
     replaceable: bool = model._supports_attention_backend
-    return replaceable and getattr(config, "kv_lora_rank", None) is None
+    return replaceable and all(rank is None for rank in values_of(config, "kv_lora_rank"))
+
+
+def values_of(config: Any, name: str) -> list[Any]:
+    """What ``config`` says by ``name``: one value, or one for each layer if layers differ; None where it isn't said."""
+    layers = config.per_layer_config if config.is_heterogeneous else [config]
+    return [getattr(layer, name, None) for layer in layers]
+
+
+def reads_stored_keys(config: PreTrainedConfig) -> bool:
+    """Whether a model reads keys that its cache holds by itself, as many as a cache that grows would have."""
+    return getattr(config, "recurrent_kv_cache_mode", None) == "last_loop"
 
 
 class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -73,6 +85,15 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         self.value_scales: Tensor | None = None
         self._views: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
         self._rows = slice(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeyValueLayer:
+        """Copied without its cache, it is one more layer of that cache: models whose layers run twice make such."""
+        alone = id(self.tokens) not in memo
+        known = {id(each): each for each in (self.tokens, self.config)} if alone else memo
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), known))
+        copied.is_first = self.is_first and not alone
+        return copied
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes memory for keys and values like these, ``[B, heads, S, D]``."""
@@ -382,12 +403,14 @@ def _windows(config: PreTrainedConfig, max_length: int) -> Sequence[int | None]:
     """Each layer's sliding window, 0 for none; None for a layer without keys of its own."""
     windows: list[int | None] = []
     types = getattr(config, "layer_types", None) or []
-    if "chunked_attention" in types or (not types and getattr(config, "attention_chunk_size", None)):
+    if "chunked_attention" in types or (not types and any(values_of(config, "attention_chunk_size"))):
         raise ValueError("a KeyValueCache has no chunked attention: use transformers' StaticCache")
     if getattr(config, "cross_attention_layers", None):
         raise ValueError(
             "the model has layers with cross attention, which keep keys of images or none: use a cache of transformers"
         )
+    if reads_stored_keys(config):
+        raise ValueError("the model reads keys of its cache by itself: use a cache of transformers")
     # transformers' own rules, for all of its models; its layers take no memory before their first token.
     for layer in StaticCache(config, max_cache_len=max_length).layers:
         if type(layer) is StaticLayer:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from qgemm.integrations.transformers.cache import ARGUMENT
+from qgemm.integrations.transformers.cache import ARGUMENT, values_of
 from qgemm.integrations.transformers.generate.contexts import Context
 from qgemm.integrations.transformers.generate.decoder import Decoder
 from qgemm.integrations.transformers.generate.replay import CaptureError, Replayed
@@ -125,7 +125,7 @@ class Loop:
     def _rows_together(self) -> int:
         """How many prompts are computed together."""
         config = self._model.config.get_text_config(decoder=True)
-        rope = getattr(config, "rope_parameters", None)  # nested where layers differ
+        rope = values_of(config, "rope_parameters")  # nested where kinds of layers differ
         looks_at_lengths = any(kind in str(rope) for kind in ("dynamic", "longrope"))  # those of all prompts
         parts = (module for module in self._model.modules() if module is not self._model)
         hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts)  # by PEFT, to know each sequence

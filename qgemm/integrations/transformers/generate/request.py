@@ -18,7 +18,7 @@ from transformers.generation.utils import (  # type: ignore[attr-defined]
     is_fsdp_managed_module,
 )
 
-from qgemm.integrations.transformers.cache import ARGUMENT
+from qgemm.integrations.transformers.cache import ARGUMENT, reads_stored_keys
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.sampling import Sampler
 from qgemm.integrations.transformers.generate.stopping import Stops
@@ -70,6 +70,8 @@ def check_model(model: PreTrainedModel) -> None:
         raise NotCovered(f"{type(model).__name__} has an attention of its own")
     if getattr(model.config, "alibi", False):  # which is as long as the tokens, and masks as a static cache
         raise NotCovered(f"{type(model).__name__} adds ALiBi to masks")
+    if reads_stored_keys(model.config):
+        raise NotCovered(f"{type(model).__name__} reads keys of its cache by itself")
     if "prepare_inputs_for_generation" in vars(model):  # PEFT's, with a prefix
         raise NotCovered("the model's inputs are prepared by something else than its class")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
@@ -99,7 +101,8 @@ def check_settings(settings: GenerationConfig, inputs: dict[str, Any], synced: b
     if not inputs.get("use_cache", True):
         raise NotCovered("use_cache is False")
     for name, value in inputs.items():
-        if name not in _KNOWN and value is not None:
+        empty = value is None or (isinstance(value, dict) and not value)  # of outputs of encoders that had no image
+        if name not in _KNOWN and not empty:
             raise NotCovered(f"{name} is passed")
 
 
