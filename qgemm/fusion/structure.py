@@ -375,7 +375,7 @@ def arguments_of(layer: nn.Module) -> dict[str, Any]:
     return {
         name: None if parameter.default is parameter.empty else parameter.default
         for name, parameter in parameters.items()
-        if parameter.kind is not parameter.VAR_KEYWORD
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
 
 

@@ -56,7 +56,10 @@ def record_calls(
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         others = {name: value for name, value in kwargs.items() if name not in CACHES}
-        names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        parameters = [*inspect.signature(type(layer).forward).parameters.values()][1:]
+        names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        if len(args) > len(names):
+            return
         named = dict(zip(names, args, strict=False))
         x = named.pop(names[0], None)
         if x is None:
