@@ -184,7 +184,7 @@ def test_experts_with_another_activation_stay_with_a_reason() -> None:
     ("change", "reason"),
     [
         (lambda m: setattr(m, "forward", lambda *args: args[0]), "its forward was replaced"),
-        (lambda m: m.double(), "its weight is torch.float64"),
+        (lambda m: m.double(), "its weight is torch.float64, not float32, bfloat16 or float16"),
     ],
 )
 def test_what_keeps_a_linear_layer_keeps_experts(change: Any, reason: str) -> None:

@@ -16,6 +16,7 @@ import qgemm
 from qgemm.nn.blocks.binding import fused_of
 
 serving = pytest.importorskip("transformers.cli.serving.utils", reason="its command isn't installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEW, LAST = 6, 90
 PROMPTS = ([3, 14, 25, 36, 47], [58, 69])
 
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, manager: type[Any]) -> tuple[Any, Any]:
-    model, processor = manager(device="cpu").load_model_and_processor(f"{folder}@main")
+    model, processor = manager(device=DEVICE).load_model_and_processor(f"{folder}@main")
     return model, processor
 
 
@@ -62,7 +63,8 @@ def test_a_server_gives_the_tokens_of_generate(batches: bool, folder: Path) -> N
 
     settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=LAST + 6, pad_token_id=0)
     plain, _ = loaded(folder, ModelManager)
-    expected = [plain.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :] for ids in PROMPTS]
+    prompts = [torch.tensor([ids], device=DEVICE) for ids in PROMPTS]
+    expected = [plain.generate(ids, generation_config=settings)[0, ids.shape[1] :] for ids in prompts]
     model, processor = loaded(folder, FastModels)
     assert all(fused_of(layer) is not None for layer in model.model.layers)
 
@@ -72,15 +74,15 @@ def test_a_server_gives_the_tokens_of_generate(batches: bool, folder: Path) -> N
             runner.init_cb(model, settings)
         else:
             runner = serving.GenerateManager()
-        for number, (ids, wanted) in enumerate(zip(PROMPTS, expected, strict=True)):
-            inputs: dict[str, Any] = {"input_ids": ids}
-            if not batches:
-                inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        for number, (ids, wanted) in enumerate(zip(prompts, expected, strict=True)):
+            inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            if batches:
+                inputs = {"input_ids": ids[0].tolist()}
             text, length, found = await runner.generate_non_streaming(
                 model, processor, inputs, settings, request_id=f"whole {number}"
             )
             tokens = found.tolist() if isinstance(found, Tensor) else list(found)
-            assert (tokens, length) == (wanted.tolist(), len(ids))
+            assert (tokens, length) == (wanted.tolist(), ids.shape[1])
             queue, _ = runner.generate_streaming(model, processor, inputs, settings, request_id=f"stream {number}")
             assert (await text_of(queue)).split() == text.split()
         runner.stop()
