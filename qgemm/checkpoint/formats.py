@@ -25,12 +25,12 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.layout import (
     INDEX_FILE,
-    SETTINGS_KEYS,
     WEIGHTS_FILE,
     WEIGHTS_KEY,
     check_no_pickles,
     checkpoint_file,
     read_json,
+    stated_settings,
 )
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, merge_float_experts, rename_as_model
@@ -225,15 +225,9 @@ def _with_old_name(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def settings(folder: Path, config: dict[str, Any]) -> Any:
-    """What ``config`` or, of an older library, a file of its own in ``folder`` says of quantization; None: nothing.
-
-    Of a model with images it may be said in the config of the text model.
-    """
-    of_text = config.get("text_config")
-    for holder in (config, of_text if isinstance(of_text, dict) else {}):
-        for name in SETTINGS_KEYS:
-            if holder.get(name) is not None:
-                return holder[name]
+    """What ``config`` or, of an older library, a file of its own in ``folder`` says of quantization; None: nothing."""
+    for _, stated in stated_settings(config):
+        return stated
     for name, method in _OWN_CONFIGS.items():
         if os.path.lexists(folder / name):
             return {"quant_method": method, **read_json(checkpoint_file(folder, name))}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -118,6 +118,16 @@ def weights_file(folder: Path, config: dict[str, Any]) -> Path:
             "*.safetensors or *.safetensors.index.json"
         )
     return checkpoint_file(folder, name)
+
+
+def stated_settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What ``config`` says of quantization, and the key that it has there.
+
+    Of a model with images it may be said in the config of the text model.
+    """
+    of_text = config.get("text_config")
+    for holder in (config, of_text if isinstance(of_text, dict) else {}):
+        yield from ((key, holder[key]) for key in SETTINGS_KEYS if holder.get(key) is not None)
 
 
 def check_no_adapter(folder: Path) -> None:

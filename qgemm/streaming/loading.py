@@ -20,10 +20,10 @@ from qgemm.checkpoint.errors import CheckpointError, UnknownModel
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
-    SETTINGS_KEYS,
     check_no_adapter,
     checkpoint_file,
     read_json,
+    stated_settings,
 )
 from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, dtype_of, read_generation_config
 from qgemm.checkpoint.recognition import recognize
@@ -60,9 +60,8 @@ def _build(source: Source) -> Any:
     path = checkpoint_file(source.folder, CONFIG_FILE)
     config = read_json(path)
     check_no_adapter(source.folder)
-    of_text = config.get("text_config")
-    for key in SETTINGS_KEYS:
-        if config.get(key) or (isinstance(of_text, dict) and of_text.get(key)):
+    for key, stated in stated_settings(config):
+        if stated:
             raise CheckpointError(
                 f"{path} has a {key}: this checkpoint is quantized already. Start from the float checkpoint"
             )

@@ -392,23 +392,6 @@ def test_one_expert_at_a_time_is_worked_on(monkeypatch: pytest.MonkeyPatch) -> N
     assert shapes == [(2 * INTERMEDIATE, HIDDEN)] * E + [(HIDDEN, INTERMEDIATE)] * E
 
 
-@pytest.mark.parametrize(
-    ("index", "weights", "message"),
-    [
-        (torch.rand(3, 2), torch.rand(3, 2), r"top_k_index is torch.float32 \[3, 2\]; it must be torch.int64 \[3, k\]"),
-        (torch.ones(3, 2, dtype=torch.bool), torch.rand(3, 2), "top_k_index is torch.bool"),
-        (None, torch.rand(3, 2), "top_k_index is a NoneType; it must be a tensor"),
-        (torch.ones(3, 2, dtype=torch.int32), None, "top_k_weights is a NoneType; it must be a tensor"),
-    ],
-    ids=["probabilities", "mask", "no index", "no weights"],
-)
-@pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
-def test_what_is_no_routing_is_refused(index: Any, weights: Any, message: str, scheme: str) -> None:
-    layer = QuantExperts(3, 8, 6, scheme=scheme)
-    with pytest.raises((TypeError, ValueError), match=message):
-        layer(torch.randn(3, 8), index, weights)
-
-
 # State
 
 

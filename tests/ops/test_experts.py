@@ -300,3 +300,20 @@ def test_second_derivatives_in_torch_func_are_refused() -> None:
         torch.func.jacrev(gradient)(x)
     one_by_one = torch.func.vmap(torch.func.grad(lambda x, i, w: layer(x[None], i[None], w[None]).square().sum()))
     torch.testing.assert_close(one_by_one(x, index, weights), gradient(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("index", "weights", "message"),
+    [
+        (torch.rand(3, 2), torch.rand(3, 2), r"top_k_index is torch.float32 \[3, 2\]; it must be torch.int64 \[3, k\]"),
+        (torch.ones(3, 2, dtype=torch.bool), torch.rand(3, 2), "top_k_index is torch.bool"),
+        (None, torch.rand(3, 2), "top_k_index is a NoneType; it must be a tensor"),
+        (torch.ones(3, 2, dtype=torch.int32), None, "top_k_weights is a NoneType; it must be a tensor"),
+    ],
+    ids=["probabilities", "mask", "no index", "no weights"],
+)
+@pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
+def test_what_is_no_routing_is_refused(index: Any, weights: Any, message: str, scheme: str) -> None:
+    layer = QuantExperts(3, 8, 6, scheme=scheme)
+    with pytest.raises((TypeError, ValueError), match=message):
+        layer(torch.randn(3, 8), index, weights)
