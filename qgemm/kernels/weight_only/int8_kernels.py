@@ -1,7 +1,7 @@
 """int4 weights by int8 rows on every GPU: ``C[m, n] = x_scale[m] * sum over g of sums[m, n, g] * w_scale[n, g]``.
 
-``sums`` are exact int32 over the values of group ``g``, of any size, or of the whole row. With
-``bias[n]`` added the result is rounded once, a residual is added to that. Weights are packed as ``qgemm.numerics.packing`` says.
+``sums`` are exact int32 over the values of group ``g``, of any size, or of the whole row. With ``bias[n]`` added the
+result is rounded once; a residual is added to that. Weights are packed as ``qgemm.numerics.packing`` says.
 """
 
 import triton
@@ -19,8 +19,8 @@ def _int4_int8_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight. ``residual``: as
-    ``C``, or None.
+    """A tile a program. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight. ``residual``:
+    as ``C``, or None.
 
     ``STEP``: values along K at a time, of one group: a power of 2, 16 or more. ``WHOLE``: whether groups are whole
     steps, so that each is of one half of a block. int8 products take 32 values at least; of fewer they are float16,
