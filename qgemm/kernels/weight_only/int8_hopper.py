@@ -72,7 +72,7 @@ def few_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> Launch
 
 
 def layer_launch(config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], limits: DeviceLimits) -> Launch:
-    """The layer of x, q, its scale, weight, out, the weight's scale, zero points, bias, residual, q again and counts."""
+    """The layer of x, q, its scale, weight, out, the weight's scale, zero points, bias, residual, q again, counts."""
     row = _row(sizes.K, config.warps, 128 // config.warps)
     numbers = (sizes.M, sizes.N, sizes.K, sizes.G, *x_strides, sizes.N)
     return Launch(

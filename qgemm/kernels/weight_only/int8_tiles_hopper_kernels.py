@@ -93,15 +93,15 @@ def _produce_many(
 
 
 @gluon.jit
-def _store_sums(C, staging, sums, weights, of_rows, x_scale, epilogue, m, n):
+def _store_sums(C, staging, sums, weights, of_rows, x_scale, epilogue, m, n, M):
     """Scales ``sums``, adds a residual, and stores them as ``C[m:, n:]``."""
     cols = m + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-    scaled = weights.finish(sums, gl.load(x_scale + cols, mask=cols < C.shape[0], other=0.0), of_rows)
+    scaled = weights.finish(sums, gl.load(x_scale + cols, mask=cols < M, other=0.0), of_rows)
     # The store before has read the staging memory.
     tma.store_wait(0)
     staging.permute((1, 0)).store(scaled.to(C.dtype))
     if epilogue.residual is not None:
-        add_residual(staging, epilogue, m, n, C.shape[0], C.shape[1])
+        add_residual(staging, epilogue, m, n, M, weights.N)
     fence_async_shared()
     store_block(C, [m, n], staging)
 
@@ -167,7 +167,8 @@ def _consume_many(
                         )
                         own = added[0]
                 if finishes:
-                    _store_sums(C, staging.index(OWNER), own, weights, of_rows, x_scale, epilogue, m + i * PIECE, first)
+                    to, row = staging.index(OWNER), m + i * PIECE
+                    _store_sums(C, to, own, weights, of_rows, x_scale, epilogue, row, first, M)
         if SPLITS > 1 and STORES:
             take(handed, share)
     tma.store_wait(0)
