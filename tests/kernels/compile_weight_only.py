@@ -63,4 +63,4 @@ def multiply(M: int, K: int, format: str, group: int, scale: torch.dtype, dtype:
         format,
         group,
     )
-    float_launcher.weight_only_linear(empty(M, K, dtype=dtype), weight, empty(M, N, dtype=dtype) if zeros else None)
+    float_launcher.weight_only_linear(empty(M, K, dtype=dtype), weight, empty(M, N, dtype=dtype))

@@ -122,7 +122,8 @@ def _store(C, staging, row, col, out, residual, ROWS: gl.constexpr):
     tma.store_wait(0)
     staging.store(out)
     if residual is not None:
-        add_residual(staging, residual, row, col, C.shape[0], C.shape[1])
+        pointer, stride = residual.residual, residual.stride_residual
+        add_residual(staging, pointer, stride, row, col, C.shape[0], C.shape[1])
     fence_async_shared()
     store_block(C, [row, col], staging.slice(0, ROWS))
 

@@ -9,8 +9,11 @@ VALUES = gl.constexpr(32)  # of a residual, that a thread loads at a time
 
 
 @gluon.jit
-def add_residual(staging, epilogue, row, col, M, N):
-    """Adds the residual of ``epilogue`` at ``(row, col)``, some rows at a time: sums leave few registers."""
+def add_residual(staging, residual, stride, row, col, M, N):
+    """Adds ``residual[row:, col:]`` to a tile in shared memory, some rows at a time: sums leave few registers.
+
+    ``residual``: ``[M, N]`` with contiguous columns; ``stride``: of its rows.
+    """
     ROWS: gl.constexpr = staging.shape[0]
     COLS: gl.constexpr = staging.shape[1]
     STEP: gl.constexpr = min(VALUES * 32 * gl.num_warps() // COLS, ROWS)
@@ -19,6 +22,8 @@ def add_residual(staging, epilogue, row, col, M, N):
     rows = row + gl.arange(0, STEP, gl.SliceLayout(1, layout))
     cols = col + gl.arange(0, COLS, gl.SliceLayout(0, layout))
     for start in gl.static_range(0, ROWS, STEP):
-        part = staging.slice(start, STEP)
-        values = added(part.load(layout), epilogue.load_residual(rows + start, cols, M, N))
+        part, m = staging.slice(start, STEP), rows + start
+        values = part.load(layout)
+        pointers = residual + m.to(gl.int64)[:, None] * stride + cols[None, :]
+        values = added(values, gl.load(pointers, mask=(m < M)[:, None] & (cols < N)[None, :], other=0.0))
         part.store(values.to(staging.dtype))

@@ -131,7 +131,8 @@ def _consume(
                 added, finishes = add_parts((sums,), at, partial, counts, items, index - items.alone, 0, 1)
                 sums = added[0]
         if finishes:
-            products.store(sums, index * TILE.rows, epilogue, out, stride_out)
+            n, m = products.places(index * TILE.rows)
+            products.store(sums, index * TILE.rows, epilogue, epilogue.load_residual(n, m), out, stride_out)
 
 
 @gluon.jit

@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
-from qgemm.kernels.stages.epilogue import added
 
 
 @aggregate
@@ -29,23 +28,10 @@ class SwappedEpilogue:
         return sums
 
     @gluon.jit
-    def add(self, sums, n, row):
-        """Scaled ``sums`` of rows ``n`` of the weight and those of x from ``row`` on, plus bias and residual."""
-        return self.add_residual(self.add_bias(sums, n), n, row)
-
-    @gluon.jit
     def add_bias(self, sums, n):
         """Scaled ``sums`` plus the bias."""
         if self.bias is not None:
             sums += gl.load(self.bias + n, mask=n < self.N, other=0.0).to(gl.float32)[:, None]
-        return sums
-
-    @gluon.jit
-    def add_residual(self, sums, n, row):
-        """Outputs, rounded if there is a residual, plus the residual."""
-        if self.residual is not None:
-            m = row + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-            sums = added(sums, self.load_residual(n, m)[0])
         return sums
 
     @gluon.jit

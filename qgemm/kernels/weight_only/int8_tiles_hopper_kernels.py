@@ -17,7 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.quantize.hopper_kernels import SharedRows
 from qgemm.kernels.stages import GemmContext, ScheduleContext
-from qgemm.kernels.stages.epilogue import Epilogue
 from qgemm.kernels.stages.ring import PANEL, PRODUCER_REGISTERS, barriers, initialize, store_block
 from qgemm.kernels.stages.rows import RowQuantization
 from qgemm.kernels.stages.staged_residual import add_residual
@@ -93,15 +92,15 @@ def _produce_many(
 
 
 @gluon.jit
-def _store_sums(C, staging, sums, weights, of_rows, x_scale, epilogue, m, n, M):
+def _store_sums(C, staging, sums, weights, of_rows, x_scale, residual, m, n, M):
     """Scales ``sums``, adds a residual, and stores them as ``C[m:, n:]``."""
     cols = m + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
     scaled = weights.finish(sums, gl.load(x_scale + cols, mask=cols < M, other=0.0), of_rows)
     # The store before has read the staging memory.
     tma.store_wait(0)
     staging.permute((1, 0)).store(scaled.to(C.dtype))
-    if epilogue.residual is not None:
-        add_residual(staging, epilogue, m, n, M, weights.N)
+    if residual is not None:
+        add_residual(staging, residual, weights.N, m, n, M, weights.N)
     fence_async_shared()
     store_block(C, [m, n], staging)
 
@@ -132,7 +131,6 @@ def _consume_many(
     own_rows = OWNER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     share = Share(own_rows, OWNER, OWNERS, FIRST_BLOCK, SPLITS)
     partial = partial.cast(gl.pointer_type(SUMS), bitcast=True)
-    epilogue = Epilogue(None, None, None, 1, 1, 1, None, residual, weights.N)
     turns = items.turns()
     _, col, start, _, _ = items.place(turns * 0)
     scales = weights.scales_of_block(col + own_rows, start + FIRST_BLOCK, GROUPS)
@@ -168,7 +166,7 @@ def _consume_many(
                         own = added[0]
                 if finishes:
                     to, row = staging.index(OWNER), m + i * PIECE
-                    _store_sums(C, to, own, weights, of_rows, x_scale, epilogue, row, first, M)
+                    _store_sums(C, to, own, weights, of_rows, x_scale, residual, row, first, M)
         if SPLITS > 1 and STORES:
             take(handed, share)
     tma.store_wait(0)

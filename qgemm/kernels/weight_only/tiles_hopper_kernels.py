@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, store_block
+from qgemm.kernels.stages.staged_residual import add_residual
 from qgemm.kernels.weight_only import config
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.items import Items
@@ -138,16 +139,17 @@ def _rows(col, sums):
 def _store_across(Y, staging, row, col, values, epilogue, WHO: gl.constexpr, NUMBER: gl.constexpr):
     """Has the copy engine store what is the other way round, by as many columns at a time as a slot of ``staging`` has.
 
-    A residual is added to so many: registers hold no more of it. ``NUMBER``: how many were stored before.
+    ``NUMBER``: how many were stored before.
     """
     SLOTS: gl.constexpr = staging.shape[0] // 2
     if values.shape[1] == staging.shape[1]:
-        values = epilogue.add_residual(values, _rows(col, values), row)
         slot = staging.index(WHO * SLOTS + NUMBER % SLOTS)
         # What the tile before stored last may be in any slot.
         UNREAD: gl.constexpr = SLOTS - 1 if NUMBER > 0 else 0
         tma.store_wait(UNREAD)
         slot.store(values.to(Y.dtype).permute((1, 0)))
+        if epilogue.residual is not None:
+            add_residual(slot, epilogue.residual, epilogue.stride, row, col, epilogue.M, epilogue.N)
         fence_async_shared()
         store_block(Y, [row, col], slot)
     else:
