@@ -58,7 +58,7 @@ class Recognized:
 # Of formats that tensors show, the methods whose tensors may look so, beside the one of that name.
 _ALIKE: dict[str, tuple[str, ...]] = {
     fp8.QUANT_METHOD: (fp8.FBGEMM, modelopt.QUANT_METHOD, compressed_tensors_groups.QUANT_METHOD),
-    QUANT_METHOD: (compressed_tensors_groups.QUANT_METHOD,),
+    QUANT_METHOD: (compressed_tensors_groups.QUANT_METHOD, modelopt.QUANT_METHOD),
 }
 
 
@@ -66,7 +66,7 @@ def contradicts(method: str, found: Recognized) -> bool:
     """Whether tensors that are ``found`` can't be of ``method``, as which a ``quantization_config`` has them."""
     if method in (auto_round.QUANT_METHOD, auto_round.OLD_METHOD):
         # It has other layouts, too, for data types that its own config names.
-        return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD) and not found.unsaid
+        return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD, fp8.QUANT_METHOD) and not found.unsaid
     may_look_so = bool(found.unsaid) and method in _ALIKE.get(found.format, ())
     return found.format != method and not may_look_so
 
