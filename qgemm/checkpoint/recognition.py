@@ -34,6 +34,8 @@ from qgemm.numerics.integers import cdiv
 FP8_DTYPES = (FP8.storage, torch.float8_e5m2)
 MLX = "mlx"
 """Unsigned words, with ``scales`` and mostly ``biases`` of groups. No config names it, and it isn't read."""
+QUANTO = "quanto"
+"""Its own library writes its tensors beside a ``quanto_qmap.json``, and no config; they aren't read."""
 
 _ACTIVATIONS = "whether activations are quantized, and how"
 _BLOCK = 128
@@ -79,6 +81,8 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
         return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)
     if "scales" in leaves and any(_is_of_mlx(name, stored) for name in stored):
         return Recognized(MLX)
+    if any(".weight._data" in name for name in stored):
+        return Recognized(QUANTO)
     if "weight_packed" in leaves:
         return Recognized(compressed_tensors_groups.QUANT_METHOD, "packed", unsaid=_ACTIVATIONS)
     if "_weight_qdata" in leaves:
