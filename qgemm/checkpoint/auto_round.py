@@ -112,9 +112,7 @@ def _own_spelling(name: Any) -> str:
 def _check(values: dict[str, Any], where: str) -> None:
     """Raises ``CheckpointError`` for layers that qgemm doesn't compute; those of 16 bits are in float."""
     if (act_bits := values.get("act_bits")) not in (None, 16, 32):
-        raise unsupported(
-            f"{where}: act_bits is {act_bits!r}; with its int weights qgemm reads activations in float, 16"
-        )
+        raise unsupported(f"{where}: act_bits is {act_bits!r}; with int weights qgemm reads activations in float, 16")
     kind = values.get("data_type", "int")
     if kind not in ("int", "int_sym", "int_asym") and values.get("bits") not in (16, 32):
         raise unsupported(f"{where}: data_type is {kind!r}; qgemm reads AutoRound's 'int', and 'fp' of 8 bits")
