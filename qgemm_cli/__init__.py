@@ -14,6 +14,7 @@ def main() -> None:
     """Runs the command line in ``sys.argv`` and exits: 0 fine, 1 problems found, 2 it couldn't, 130 interrupted."""
     try:
         from qgemm_cli.app import app
+        from qgemm_cli.errors import PIPE_CLOSED
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("typer", "rich", "click"):
             raise
@@ -26,3 +27,7 @@ def main() -> None:
     except OSError as error:  # outside of every command: the help can't be written
         print(f"qgemm: {error.strerror or error}", file=sys.stderr)
         sys.exit(2)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # Typer and Rich end with 1, which stands for problems found
+            sys.exit(PIPE_CLOSED)
+        raise

@@ -20,11 +20,14 @@ from qgemm.checkpoint.layout import (
     INDEX_FILE,
     WEIGHTS_FILE,
     WEIGHTS_KEY,
+    adapter_note,
+    check_no_adapter,
     checkpoint_file,
     checkpoint_files,
     hub_hint,
     read_json,
     retry_while_saved,
+    weights_file,
 )
 from qgemm.checkpoint.recognition import recognize
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_headers
@@ -179,12 +182,15 @@ def _format_of_tensors(stored: dict[str, StoredTensor]) -> tuple[str, str]:
 
 
 def _read_as_qgemm_does(checkpoint: Checkpoint, folder: Path) -> None:
-    if checkpoint.format == FLOAT:
-        checkpoint.refusal = "it is not quantized: qgemm quantize makes a checkpoint that is"
-        return
     try:
+        if checkpoint.format == FLOAT:
+            weights_file(folder, checkpoint.config)
+            check_no_adapter(folder)
+            checkpoint.refusal = "it is not quantized: qgemm quantize makes a checkpoint that is"
+            return
         config_path = checkpoint_file(folder, CONFIG_FILE)
         checkpoint.contents = read_contents(folder, checkpoint.config, config_path)
+        checkpoint.contents.notes += adapter_note(folder)
     except CheckpointError as error:
         checkpoint.refusal = str(error)
         if checkpoint.format == "qgemm":

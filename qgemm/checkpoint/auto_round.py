@@ -1,8 +1,9 @@
-"""Checkpoints of AutoRound in its own format: 4- or 8-bit weights, whose scales may be negative.
+"""Checkpoints of AutoRound in its own format: 4- or 8-bit weights, whose scales may be negative, and fp8.
 
 Tensors are GPTQ's, without a ``g_idx``, or AWQ's, as ``packing_format`` says; before there was one, ``backend`` did.
 GPTQ's are of version 1 where it says gptq; else (``auto_round:exllamav2``) zero points are stored as they are.
-``packed_layers.py`` has both layouts. What it exports as ``gptq``, ``awq`` or ``compressed-tensors`` is of that format.
+``packed_layers.py`` has both layouts. In fp8 layers are those of ``fp8.py``, or the weights alone are fp8. What it
+exports as ``gptq``, ``awq`` or ``compressed-tensors`` is of that format.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from qgemm.checkpoint import fp8
 from qgemm.checkpoint.cache_scales import asks_for_cache, leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import unsupported
+from qgemm.checkpoint.float_layers import note_fp8
 from qgemm.checkpoint.gptq import number
 from qgemm.checkpoint.packed_layers import Said, layout_in, read_packed
 from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import split_name
+from qgemm.scheme import resolve_scheme
 
 QUANT_METHOD = "auto-round"
 OLD_METHOD = "intel/auto-round"
 _GPTQ = "auto_round:auto_gptq"
+_FP8 = ("fp", "fp8", "fp8_e4m3")
 # The layout, and whether GPTQ's zero points are stored less 1.
 _PACKINGS = {
     **dict.fromkeys(("gptq", "auto_gptq", "auto"), ("gptq", True)),
@@ -31,13 +37,20 @@ _PACKINGS = {
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
 
-    Raises ``CheckpointError`` for other data types than whole numbers, and for activations that are quantized.
+    Raises ``CheckpointError`` for other data types than whole numbers and fp8, and for activations that are quantized
+    where weights are whole numbers.
     """
-    _check(quantization, str(config_path))
     exceptions = quantization.get("extra_config")
-    for layer, own in exceptions.items() if isinstance(exceptions, dict) else ():
-        if isinstance(own, dict):
-            _check(own, f"{config_path}: extra_config of {layer!r}")
+    exceptions = exceptions if isinstance(exceptions, dict) else {}
+    own_settings = {layer: own for layer, own in exceptions.items() if isinstance(own, dict)}
+    if quantization.get("data_type") in _FP8 and quantization.get("bits") == 8:
+        for layer, own in own_settings.items():
+            if own.get("bits") not in (16, 32) and not own.items() <= quantization.items():
+                raise unsupported(f"{config_path}: extra_config of {layer!r} has another kind than its fp8")
+        return _read_fp8(quantization, stored, config_path)
+    _check(quantization, str(config_path))
+    for layer, own in own_settings.items():
+        _check(own, f"{config_path}: extra_config of {layer!r}")
     packing = _packing_of(quantization)
     layout, is_version_1 = _PACKINGS.get(_own_spelling(packing).removeprefix("auto_round:"), ("", False))
     if not layout:
@@ -53,6 +66,30 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     leave_to_cache(contents, asks_for_cache(quantization))
     if found != layout:
         contents.note(f"packing_format is {packing!r}, but the tensors are laid out as {found.upper()}'s, and read so")
+    return contents
+
+
+def _read_fp8(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
+    """The contents of a checkpoint in fp8, whose activations are static, dynamic, or in float."""
+    size, size_of_inputs = quantization.get("group_size"), quantization.get("act_group_size", -1)
+    blocks = size if isinstance(size, list) else None
+    if quantization.get("act_bits", 16) == 8:
+        # For all of a token, or all there is: the former is at least as fine.
+        if blocks is None and size_of_inputs not in (-1, 0):
+            raise unsupported(f"{config_path}: act_group_size is {size_of_inputs!r}; qgemm has a scale for each token")
+        is_static = quantization.get("act_dynamic") is False
+        scheme = "static" if is_static else "dynamic"
+        said = {**quantization, "activation_scheme": scheme, "weight_block_size": blocks}
+        contents = fp8.read(said, stored, config_path)
+    elif blocks is None:
+        contents = Contents.of_files(stored)
+        for name in stored:
+            layer, leaf = split_name(name)
+            if leaf == "weight_scale":
+                note_fp8(contents, layer, resolve_scheme("fp8-weight"))
+    else:
+        raise unsupported(f"{config_path}: group_size is {size!r}; qgemm has no fp8 blocks with activations in float")
+    leave_to_cache(contents, asks_for_cache(quantization))
     return contents
 
 
@@ -75,7 +112,7 @@ def _own_spelling(name: Any) -> str:
 def _check(values: dict[str, Any], where: str) -> None:
     """Raises ``CheckpointError`` for layers that qgemm doesn't compute; those of 16 bits are in float."""
     if (act_bits := values.get("act_bits")) not in (None, 16, 32):
-        raise unsupported(f"{where}: act_bits is {act_bits!r}; qgemm reads AutoRound's weights alone, 16")
+        raise unsupported(f"{where}: act_bits is {act_bits!r}; with int weights qgemm reads activations in float, 16")
     kind = values.get("data_type", "int")
     if kind not in ("int", "int_sym", "int_asym") and values.get("bits") not in (16, 32):
-        raise unsupported(f"{where}: data_type is {kind!r}; qgemm reads AutoRound's 'int'")
+        raise unsupported(f"{where}: data_type is {kind!r}; qgemm reads AutoRound's 'int', and 'fp' of 8 bits")

@@ -177,7 +177,7 @@ def note_layer(contents: Contents, layer: Layer, group: Group) -> None:
     elif group.stored_as == NVFP4:
         note_nvfp4(contents, name, "weight_packed", "weight_global_scale", divides=True)
     elif group.stored_as == MXFP4:
-        note_mxfp4(contents, name)
+        note_mxfp4(contents, name, "weight_packed")
     elif group.stored_as == MXFP8:
         note_mxfp8(contents, name)
     elif group.weights.kind == "float":

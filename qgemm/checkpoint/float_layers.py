@@ -64,9 +64,9 @@ def note_mxfp8(contents: Contents, layer: str) -> None:
     contents.manifest.layers[layer] = resolve_scheme("mxfp8")
 
 
-def note_mxfp4(contents: Contents, layer: str) -> None:
-    """A layer with ``weight_packed`` uint8 ``[N, K / 2]`` and a power of two for each 32 columns."""
-    N, K = _note_fp4(contents, layer, "weight_packed")
+def note_mxfp4(contents: Contents, layer: str, packed_leaf: str) -> None:
+    """A layer with e2m1 ``[N, K / 2]`` bytes and a power of two for each 32 columns."""
+    N, K = _note_fp4(contents, layer, packed_leaf)
     _check_exponents(contents, layer, N, K)
     contents.manifest.layers[layer] = resolve_scheme("mxfp4")
 

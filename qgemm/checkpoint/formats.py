@@ -13,6 +13,7 @@ from torch import nn
 from qgemm.checkpoint import (
     auto_round,
     awq,
+    bitnet,
     bitsandbytes,
     compressed_tensors,
     fp8,
@@ -58,6 +59,7 @@ _READERS = {
     fp8.FBGEMM: fp8.read_fbgemm,
     modelopt.QUANT_METHOD: modelopt.read,
     gpt_oss.QUANT_METHOD: gpt_oss.read,
+    bitnet.QUANT_METHOD: bitnet.read,
 }
 # Older files have what ``quantization_config`` says now beside a ``config.json`` without one.
 _OWN_CONFIGS = {
@@ -79,7 +81,7 @@ _TRANSFORMS = ("transform_config", "rotation_config", "spinquant_config", "hadam
 _NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.json is the one of this checkpoint"
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', 'bitsandbytes' (int8, nf4), "
-    "'torchao' (int8, fp8), 'fp8', 'fbgemm_fp8', 'modelopt', 'mxfp4' (GPT-OSS)"
+    "'torchao' (int8, fp8), 'fp8', 'fbgemm_fp8', 'modelopt', 'mxfp4' (GPT-OSS), 'bitnet'"
 )
 
 

@@ -130,6 +130,13 @@ def stated_settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((key, holder[key]) for key in SETTINGS_KEYS if holder.get(key) is not None)
 
 
+def adapter_note(folder: Path) -> list[str]:
+    """What to tell whoever loads the model in ``folder`` alone of an adapter beside it; empty without one."""
+    if not os.path.lexists(folder / ADAPTER_FILE):
+        return []
+    return [f"it has an adapter, {ADAPTER_FILE}: add it with load_adapter of the model"]
+
+
 def check_no_adapter(folder: Path) -> None:
     """Raises ``CheckpointError`` if ``folder`` has an adapter beside its model, with which transformers loads it."""
     if os.path.lexists(folder / ADAPTER_FILE):
@@ -296,7 +303,11 @@ def parse_json(text: bytes | str, path: Path) -> dict[str, Any]:
     """The JSON object in ``text``, which was read from ``path``; raises as ``read_json`` does."""
     try:
         text = text if isinstance(text, str) else text.decode()
+        if text.startswith("\ufeff"):
+            raise ValueError("it begins with a byte order mark; save it in UTF-8 without one")
         values = json.loads(text, object_pairs_hook=unique_names, parse_constant=_constant)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON: byte {error.start} is no UTF-8; save it in UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):

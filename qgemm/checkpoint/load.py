@@ -21,15 +21,16 @@ from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import fit_to_model, read_contents
 from qgemm.checkpoint.layout import (
-    ADAPTER_FILE,
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
+    adapter_note,
     checkpoint_file,
     name_with_id,
     parse_json,
     read_text,
     retry_while_saved,
     save_id,
+    weights_file,
 )
 from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.pretrained import (
@@ -138,12 +139,13 @@ def find_matching(
 
     ``scheme``: what its layers become.
     """
+    if not os.path.lexists(folder / CONFIG_FILE):
+        weights_file(folder, {})  # which says what the folder is instead of a checkpoint
     config_path = checkpoint_file(folder, CONFIG_FILE)
     text = read_text(config_path)
     config = parse_json(text, config_path)
     contents = read_contents(folder, config, config_path)
-    if (folder / ADAPTER_FILE).exists():
-        contents.note(f"it has an adapter, {ADAPTER_FILE}: add it with load_adapter of the model")
+    contents.notes += adapter_note(folder)
     manifest = contents.manifest
     if model is None:
         config["dtype"] = dtype_of(folder, config, contents.stored)

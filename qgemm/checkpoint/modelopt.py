@@ -1,10 +1,11 @@
-"""Checkpoints of NVIDIA's ModelOpt: fp8 with static activations, nvfp4, mxfp8, or some of each.
+"""Checkpoints of NVIDIA's ModelOpt: fp8 with static activations, nvfp4, mxfp4, mxfp8, or some of each.
 
 | a layer ``[N, K]`` | tensors |
 |---|---|
 | fp8 | ``weight`` e4m3, ``weight_scale`` one number or ``[N]``; ``input_scale``, unless activations are per token |
 | nvfp4 | ``weight`` uint8 ``[N, K / 2]``, ``weight_scale`` e4m3 ``[N, K / 16]``, ``weight_scale_2``, which |
-| | multiplies; ``input_scale`` where activations are nvfp4, too |
+| | multiplies; ``input_scale`` where activations are nvfp4, too, or fp8 |
+| mxfp4 | ``weight`` uint8 ``[N, K / 2]``, ``weight_scale`` uint8 ``[N, K / 32]``; ``input_scale`` of fp8 |
 | mxfp8 | ``weight`` e4m3, ``weight_scale`` uint8 ``[N, K / 32]`` |
 
 The files say which layer is what; the config names the algorithm. Layers with a ``pre_quant_scale`` (AWQ) are refused.
@@ -21,7 +22,7 @@ import torch
 from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import unsupported
-from qgemm.checkpoint.float_layers import note_fp8, note_input_scale, note_mxfp8, note_nvfp4
+from qgemm.checkpoint.float_layers import note_fp8, note_input_scale, note_mxfp4, note_mxfp8, note_nvfp4
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
 from qgemm.numerics.formats import FP8
@@ -77,8 +78,11 @@ def _note_layer(contents: Contents, layer: str, algorithm: object, config_path: 
     if weight is not None and weight.dtype == torch.uint8 and f"{layer}.weight_scale_2" in contents.stored:
         note_nvfp4(contents, layer, "weight", "weight_scale_2", divides=False)
         if has_input_scale:
-            contents.pass_over(f"{layer}.input_scale")
-            contents.note("activations stay in float, where the checkpoint asks for fp4")
+            _leave_input_in_float(contents, layer, algorithm)
+    elif weight is not None and weight.dtype == scale.dtype == torch.uint8:
+        note_mxfp4(contents, layer, "weight")
+        if has_input_scale:
+            _leave_input_in_float(contents, layer, algorithm)
     elif weight is not None and weight.dtype == FP8.storage and scale.dtype == torch.uint8:
         note_mxfp8(contents, layer)
         contents.note("activations stay in float, where the checkpoint asks for fp8")
@@ -89,5 +93,11 @@ def _note_layer(contents: Contents, layer: str, algorithm: object, config_path: 
     else:
         raise unsupported(
             f"{config_path}: {layer} has weight {weight} and weight_scale {scale} ({algorithm}); of ModelOpt, qgemm "
-            "reads fp8 with an input_scale or per token, nvfp4 and mxfp8"
+            "reads fp8 with an input_scale or per token, nvfp4, mxfp4 and mxfp8"
         )
+
+
+def _leave_input_in_float(contents: Contents, layer: str, algorithm: object) -> None:
+    contents.pass_over(f"{layer}.input_scale")
+    kind = "fp8" if str(algorithm).upper().endswith("FP8") else "fp4"
+    contents.note(f"activations stay in float, where the checkpoint asks for {kind}")

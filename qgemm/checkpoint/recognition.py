@@ -34,6 +34,8 @@ from qgemm.numerics.integers import cdiv
 FP8_DTYPES = (FP8.storage, torch.float8_e5m2)
 MLX = "mlx"
 """Unsigned words, with ``scales`` and mostly ``biases`` of groups. No config names it, and it isn't read."""
+QUANTO = "quanto"
+"""Its own library writes its tensors beside a ``quanto_qmap.json``, and no config; they aren't read."""
 
 _ACTIVATIONS = "whether activations are quantized, and how"
 _BLOCK = 128
@@ -58,7 +60,7 @@ class Recognized:
 # Of formats that tensors show, the methods whose tensors may look so, beside the one of that name.
 _ALIKE: dict[str, tuple[str, ...]] = {
     fp8.QUANT_METHOD: (fp8.FBGEMM, modelopt.QUANT_METHOD, compressed_tensors_groups.QUANT_METHOD),
-    QUANT_METHOD: (compressed_tensors_groups.QUANT_METHOD,),
+    QUANT_METHOD: (compressed_tensors_groups.QUANT_METHOD, modelopt.QUANT_METHOD),
 }
 
 
@@ -66,7 +68,7 @@ def contradicts(method: str, found: Recognized) -> bool:
     """Whether tensors that are ``found`` can't be of ``method``, as which a ``quantization_config`` has them."""
     if method in (auto_round.QUANT_METHOD, auto_round.OLD_METHOD):
         # It has other layouts, too, for data types that its own config names.
-        return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD) and not found.unsaid
+        return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD, fp8.QUANT_METHOD) and not found.unsaid
     may_look_so = bool(found.unsaid) and method in _ALIKE.get(found.format, ())
     return found.format != method and not may_look_so
 
@@ -79,6 +81,8 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
         return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)
     if "scales" in leaves and any(_is_of_mlx(name, stored) for name in stored):
         return Recognized(MLX)
+    if any(".weight._data" in name for name in stored):
+        return Recognized(QUANTO)
     if "weight_packed" in leaves:
         return Recognized(compressed_tensors_groups.QUANT_METHOD, "packed", unsaid=_ACTIVATIONS)
     if "_weight_qdata" in leaves:

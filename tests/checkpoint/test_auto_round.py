@@ -74,6 +74,40 @@ def test_zero_points_are_less_1_where_it_says_gptq(
 
 
 E4M3 = {"weight": torch.ones(16, 64).to(torch.float8_e4m3fn), "weight_scale": torch.ones(16, 1)}
+FP8 = {"data_type": "fp", "bits": 8, "group_size": -1}
+STATIC = {"act_bits": 8, "act_data_type": "fp", "act_group_size": 0, "act_dynamic": False, "fmt": "e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("scale", "config", "scheme"),
+    [
+        (
+            {"weight_scale": (16,), "input_scale": (1,)},
+            {**STATIC, "packing_format": "auto_round:fp8_static"},
+            "fp8-static",
+        ),
+        ({"weight_scale": (16, 1)}, {**STATIC, "act_group_size": -1, "act_dynamic": True}, "fp8"),
+        (
+            {"weight_scale_inv": (1, 1)},
+            {**STATIC, "group_size": [128, 128], "act_group_size": 128, "act_dynamic": True},
+            "fp8-block",
+        ),
+        ({"weight_scale": (1,)}, {"group_size": 0}, "fp8-weight"),
+    ],
+)
+def test_fp8(scale: dict[str, tuple[int, ...]], config: dict[str, Any], scheme: str, tmp_path: Path) -> None:
+    scales = {leaf: torch.full(shape, 0.5, dtype=torch.bfloat16) for leaf, shape in scale.items()}
+    folder = write(
+        tmp_path,
+        {"a": {"weight": torch.full((16, 64), 2.0).to(torch.float8_e4m3fn), **scales}},
+        {**CONFIG, **FP8, **config},
+    )
+    layer: Any = qgemm.load_quantized(folder, model=linears(a=(16, 64)))["a"]
+    assert layer.scheme.name == scheme
+    assert torch.equal(layer.dequantize(torch.float32).weight, torch.ones(16, 64))
+    assert "input_scale" not in scale or float(layer.input_scale) == 0.5
+
+
 MXFP4 = {
     "weight_packed": torch.zeros(16, 32, dtype=torch.uint8),
     "weight_scale": torch.full((16, 2), 127, dtype=torch.uint8),
@@ -83,8 +117,10 @@ MXFP4 = {
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
-        (E4M3, {"data_type": "fp", "act_bits": 8, "packing_format": "auto_round:fp8_static"}, "act_bits is 8"),
-        (E4M3, {"data_type": "fp", "act_bits": 16}, "data_type is 'fp'"),
+        (E4M3, {**FP8, "act_bits": 8, "act_dynamic": True, "act_group_size": 64}, "act_group_size is 64"),
+        (E4M3, {**FP8, "group_size": [128, 128]}, r"group_size is \[128, 128\]"),
+        (E4M3, {**FP8, "data_type": "fp8_e5m2"}, "data_type is 'fp8_e5m2'"),
+        (E4M3, {**FP8, "extra_config": {"a": {"bits": 4}}}, "extra_config of 'a' has another kind than its fp8"),
         (MXFP4, {"data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"}, "data_type is 'mx_fp'"),
     ],
 )
@@ -92,7 +128,7 @@ def test_layouts_of_other_data_types(
     tensors: dict[str, torch.Tensor], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = write(tmp_path, {"a": tensors}, {**CONFIG, **config})
-    with pytest.raises(CheckpointError, match=rf"{message}; qgemm reads AutoRound's .*, so dequantize it"):
+    with pytest.raises(CheckpointError, match=rf"{message}.*, so dequantize it"):
         qgemm.load_quantized(folder, model=linears(a=(16, 64)))
 
 
@@ -100,7 +136,7 @@ def test_layouts_of_other_data_types(
     ("config", "message"),
     [
         ({"data_type": "mx_fp"}, r"data_type is 'mx_fp'"),
-        ({"act_bits": 8}, r"act_bits is 8; qgemm reads AutoRound's weights alone, 16, so dequantize it"),
+        ({"act_bits": 8}, r"act_bits is 8; with int weights qgemm reads activations in float, 16, so"),
         ({"packing_format": "auto_round:marlin"}, r"packing_format is 'auto_round:marlin'"),
         ({"packing_format": "auto_round:gptq:exllamav2"}, r"packing_format is 'auto_round:gptq:exllamav2'"),
     ],

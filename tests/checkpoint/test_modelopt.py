@@ -117,6 +117,22 @@ def test_a_key_value_cache_is_left_to_the_cache(tmp_path: Path) -> None:
 NVFP4 = {"weight": torch.zeros(32, 32, dtype=torch.uint8), "weight_scale": torch.ones(32, 4).to(torch.float8_e4m3fn)}
 
 
+def test_fp4_with_inputs_in_fp8(tmp_path: Path) -> None:
+    # E2M1's codes 1 and 2 are 0.5 and 1, low bits first; 126 is a scale of 1/2.
+    codes = torch.full((32, 32), 0x21, dtype=torch.uint8)
+    mxfp4 = {
+        "weight": codes,
+        "weight_scale": torch.full((32, 2), 126, dtype=torch.uint8),
+        "input_scale": torch.ones(()),
+    }
+    nvfp4 = {"weight": codes, "weight_scale": NVFP4["weight_scale"], "weight_scale_2": torch.tensor(0.5)}
+    for scheme, tensors in (("mxfp4", mxfp4), ("nvfp4", {**nvfp4, "input_scale": torch.ones(())})):
+        with pytest.warns(UserWarning, match=r"activations stay in float, where the checkpoint asks for fp8$"):
+            layer = load(tmp_path, tensors, f"W4A8_{scheme.upper()}_FP8")
+        assert layer.scheme.name == scheme
+        assert torch.equal(layer.dequantize(torch.float32).weight, torch.tensor([0.25, 0.5]).repeat(32, 32))
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
@@ -132,6 +148,11 @@ NVFP4 = {"weight": torch.zeros(32, 32, dtype=torch.uint8), "weight_scale": torch
             r"\(FP8\); of ModelOpt, qgemm reads fp8 with an input_scale",
         ),
         ({"weight_scale": torch.ones(())}, "0 has weight None"),
+        ({"weight": E4M3, "weight_scale": torch.ones(1, 1, 1, 1)}, "qgemm reads fp8 with an input_scale or per token"),
+        (
+            {"weight": torch.ones(32, 64, dtype=torch.int8), "weight_scale": torch.ones(32)},
+            r"0 has weight torch.int8 .*, so dequantize it with its own library and quantize the float model$",
+        ),
         (
             {"weight": E4M3, "weight_scale": torch.ones(32, 1, dtype=torch.uint8)},
             r"0.weight_scale is torch.uint8 \[32, 1\]; it must be torch.uint8 and \[32, 2\]",

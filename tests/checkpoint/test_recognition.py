@@ -184,6 +184,10 @@ def test_blocks_of_fp8(layers: list[dict[str, Tensor]], unsaid: str, tmp_path: P
         ({"a_scale_inv": torch.ones(1), "b": torch.ones(2).to(E4M3)}, "no file holds a quantized layer of that format"),
         ({"qweight": torch.ones(4, 4).int()}, r"0.scales is missing"),
         (MLX, "the tensors are mlx's; the formats supported are .*, so dequantize it"),
+        (
+            {"weight._data": torch.ones(4, 4).char(), "weight._scale": torch.ones(4, 1)},
+            "the tensors are quanto's; the formats",
+        ),
     ],
 )
 def test_what_tensors_do_not_tell(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:

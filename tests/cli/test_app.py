@@ -130,10 +130,7 @@ main()
     assert (out, err, process.returncode) == ("", "interrupted\n", 130)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [[], ["--json"]])
-def test_a_reader_that_has_had_enough(arguments: list[str], int8_folder: Path, tmp_path: Path) -> None:
-    code = """
+WITHOUT_A_READER = """
 import os
 reader, writer = os.pipe()
 os.close(reader)
@@ -141,9 +138,21 @@ os.dup2(writer, 1)
 from qgemm_cli import main
 main()
 """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_reader_that_has_had_enough(arguments: list[str], int8_folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "code.py"
-    script.write_text(code)
+    script.write_text(WITHOUT_A_READER)
     result = run_process(script, "inspect", int8_folder, *arguments)
+    assert (result.stderr, result.returncode) == ("", 141)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_a_reader_of_the_help_that_has_had_enough(argument: str) -> None:
+    result = run_python(WITHOUT_A_READER, argument)
     assert (result.stderr, result.returncode) == ("", 141)
 
 

@@ -4,11 +4,15 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from families.schemes import quantized_layer
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from qgemm.nn import WeightOnlyLinear, linear_class
 from tests.nn.test_kinds import SCHEME, K, N, assert_same, make
@@ -178,3 +182,22 @@ def test_meta_and_to_empty(scheme: str) -> None:
     real = meta.to_empty(device="cpu")
     real.load_state_dict(layer.state_dict())
     assert_same(layer, real)
+
+
+@pytest.mark.slow
+def test_fsdp_shards_all_but_single_numbers(tmp_path: Path) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh, x = init_device_mesh("cpu", (1,)), torch.randn(3, K)
+        for scheme in ("int8", "int8-static", "int8-static-asymmetric", "fp8-block", "int4"):
+            layer, own = make(scheme), x.clone().requires_grad_()
+            wanted = layer(own)
+            (wanted_grad,) = torch.autograd.grad(wanted.sum(), own)
+            numbers = {parameter for parameter in layer.parameters() if parameter.ndim == 0}
+            fully_shard(layer, mesh=mesh, ignored_params=numbers)
+            assert all(isinstance(each, DTensor) != (each.ndim == 0) for each in layer.parameters())
+            out = layer(own)
+            assert torch.equal(out, wanted), scheme
+            assert torch.equal(torch.autograd.grad(out.sum(), own)[0], wanted_grad), scheme
+    finally:
+        distributed.destroy_process_group()
