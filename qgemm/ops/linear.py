@@ -31,7 +31,7 @@ from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.weight_only import dispatch as weight_only
 from qgemm.numerics.blocks import dequantize_blocks
 from qgemm.ops.declare import operator
-from qgemm.ops.direct import rows_seen_by_others, seen_by_others
+from qgemm.ops.direct import seen_by_others
 
 
 def quant_linear(
@@ -114,7 +114,7 @@ def multiply(
     ``out_dtype [..., N]``, added to the rounded product.
     """
     out: Tensor
-    if torch.compiler.is_compiling() or rows_seen_by_others(q, row_scale, weight, weight_scale, bias, residual):
+    if seen_by_others(q, row_scale, weight, weight_scale, bias, residual):
         out = torch.ops.qgemm.multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)
     else:
         out = _multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)

@@ -2,7 +2,7 @@
 
 A kind is all that a plan depends on: the operation, dtypes, devices, sizes and strides of the tensors. Asking each
 tensor of a linear layer for each of them takes the host 2 us, and asking what else might want to see the call
-(``ops.seen_by_others``) nearly 1. PyTorch's own guards, those of ``torch.compile``, compare all of that in 0.3 us, and
+(``ops.direct``) more than 1. PyTorch's own guards, those of ``torch.compile``, compare all of that in 0.3 us, and
 the thread's dispatch keys with it: autograd, subclasses, modes, transforms, autocast.
 """
 
