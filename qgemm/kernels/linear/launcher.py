@@ -23,7 +23,7 @@ from qgemm.kernels.gemm.config import GemmConfig, is_valid
 from qgemm.kernels.gemm.launcher import plan_product, row_stride, vector_stride, with_contiguous_columns
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
-from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
+from qgemm.kernels.launch.launch import ALIGNMENT, MAX_ROWS_TO_OVERLAP, Launch, hooked
 from qgemm.kernels.launch.memory import CACHE_LINE_BYTES, COUNTS_BYTES
 from qgemm.kernels.launch.plans import plans, remember
 from qgemm.kernels.launch.steps import LaunchPlan, Names, Part
@@ -293,7 +293,7 @@ def choose_way(
         own = round_up(round_up(K, ALIGNMENT) + 4, CACHE_LINE_BYTES)
         vectors = epilogue_strides[:2]
         return Way(True, _fused_launch(rows.stride(1), weight, vectors, programs, own, limits), programs * own)
-    return Way(overlaps=M <= quantize.MAX_ROWS_TO_OVERLAP)
+    return Way(overlaps=M <= MAX_ROWS_TO_OVERLAP)
 
 
 def fits_fused_kernel(N: int, K: int, itemsize: int, limits: DeviceLimits) -> bool:

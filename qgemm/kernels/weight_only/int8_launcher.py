@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
-from qgemm.kernels.launch.launch import ALIGNMENT, Launch
+from qgemm.kernels.launch.launch import ALIGNMENT, MAX_ROWS_TO_OVERLAP, Launch
 from qgemm.kernels.launch.memory import CACHE_LINE_BYTES, COUNTS_BYTES
 from qgemm.kernels.launch.plans import plans, remember
 from qgemm.kernels.launch.steps import LaunchPlan, Names, Part, Step
@@ -106,7 +106,7 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
         names = _names(zero_point is not None, step is not None, bias is not None)
         G = scale.shape[1]
         if config is None:
-            first = quantize.plan_quantization(rows, None, next_early=M <= quantize.MAX_ROWS_TO_OVERLAP)
+            first = quantize.plan_quantization(rows, None, next_early=M <= MAX_ROWS_TO_OVERLAP)
             steps = (
                 names.step(first, "x", "q", "q_scale", "none", "none"),
                 names.step(_launch(M, N, K, G, group or K, limits), *PRODUCT),
