@@ -13,14 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qgemm.kernels.attention.checks import (
-    AttentionCall,
-    PagedCall,
-    StoreCall,
-    check_decode_attention,
-    check_paged_attention,
-    check_store_in_pages,
-)
+from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
+from qgemm.kernels.attention.checks import check_decode_attention, check_paged_attention, check_store_in_pages
 from qgemm.kernels.attention.kernels import _attend_kernel, _combine_kernel
 from qgemm.kernels.attention.paged_kernels import _attend_paged_kernel, _combine_paged_kernel, _store_kernel
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
