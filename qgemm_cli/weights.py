@@ -24,6 +24,7 @@ from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
 from qgemm.nn import QuantExperts, QuantLinear, linear_class
 from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.formats import INT8
 from qgemm.scheme import QuantScheme
 from qgemm.streaming.float_tensors import FloatTensor, ordered_experts, stored_float
@@ -88,7 +89,7 @@ class Restored(FloatTensor):
                 values = source.read_rows(stored.full_name(leaf), 0, tensor.shape[0])
                 if problem := self._layer.problem_with(leaf, values):
                     raise CheckpointError(f"{tensor.path}: {stored.full_name(leaf)} {problem}")
-                setattr(self._layer, leaf, nn.Parameter(values, requires_grad=False))
+                setattr(self._layer, leaf, frozen(values))
 
     def _check_shapes(self, scheme: QuantScheme) -> None:
         for leaf, wanted in self._layer.named_parameters(recurse=False):
@@ -133,7 +134,7 @@ class RestoredExperts(FloatTensor):
         for expert in range(start, stop):
             own = {leaf: self._source.read_rows(name, expert, expert + 1)[0] for leaf, name in self._names.items()}
             for leaf in self._layer.whole_names:
-                setattr(self._layer, leaf, nn.Parameter(own[leaf], requires_grad=False))
+                setattr(self._layer, leaf, frozen(own[leaf]))
             made[expert - start] = self._layer.restore_rows(own, torch.float32)
         return made
 
@@ -157,7 +158,7 @@ class Converted(FloatTensor):
             for target, value in read_converted(self._contents, torch.device("cpu"), only=names):
                 if (leaf := names.get(target.name)) is not None:
                     self._contents.check_value(target, self._layer, leaf, value)
-                    setattr(self._layer, leaf, nn.Parameter(value, requires_grad=False))
+                    setattr(self._layer, leaf, frozen(value))
             self._is_read = True
         layer = self._layer
         rows = layer.restore_rows({leaf: layer.stored(leaf)[start:stop] for leaf in layer.row_names}, torch.float32)
@@ -199,13 +200,13 @@ class ConvertedExperts(FloatTensor):
         """Reads all experts, as they are stored, the first time."""
         if not self._is_read:
             for name, value in _read_made(self._contents, self._names, self._experts.problem_with).items():
-                setattr(self._experts, self._names[name], nn.Parameter(value, requires_grad=False))
+                setattr(self._experts, self._names[name], frozen(value))
             self._is_read = True
         linears = (self._experts.linear_of(self._leaf, expert) for expert in range(start, stop))
         made = torch.stack([linear.dequantize(torch.float32).weight.detach() for linear in linears])
         if stop == self.row_count:
             for own in self._names.values():
-                setattr(self._experts, own, nn.Parameter(self._experts.stored(own).to("meta"), requires_grad=False))
+                setattr(self._experts, own, frozen(self._experts.stored(own).to("meta")))
             self._is_read = False
         return made
 
@@ -379,9 +380,7 @@ def _of_layer(layer: StoredLayer, source: Source, scheme: QuantScheme | None) ->
     for leaf, tensor in layer.tensors.items():
         is_scale = layer.is_quantized and layer.full_name(leaf) in layer.scales
         if leaf not in others and tensor.dtype in FLOAT_DTYPES and (leaf == "input_scale" or not is_scale):
-            found = stored_float(source, layer.full_name(leaf), torch.float32)
-            found.shape = found.shape or (1,)  # one number has either shape, by the format
-            yield layer.full_name(leaf), found
+            yield layer.full_name(leaf), _as_stored(source, layer.full_name(leaf))
 
 
 def _of_foreign(layer: StoredLayer, source: Source, contents: Contents) -> Iterable[tuple[str, FloatTensor]]:
@@ -390,9 +389,13 @@ def _of_foreign(layer: StoredLayer, source: Source, contents: Contents) -> Itera
         name = layer.full_name(leaf)
         is_float = tensor.dtype in FLOAT_DTYPES
         if is_float and (leaf == "input_scale" or (name not in contents.conversions and leaf != "weight_scale")):
-            found = stored_float(source, name, torch.float32)
-            found.shape = found.shape or (1,)  # one number has either shape, by the format
-            yield name, found
+            yield name, _as_stored(source, name)
+
+
+def _as_stored(source: Source, name: str) -> FloatTensor:
+    found = stored_float(source, name, torch.float32)
+    found.shape = found.shape or (1,)  # one number has either shape, by the format
+    return found
 
 
 def match_names(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
