@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only.int8_config import MIN_ROWS_FOR_STEPS
 from qgemm.nn.linear_layer import LinearLayer, largest
 from qgemm.nn.parallel import Shard, Split, Style
@@ -60,7 +60,7 @@ class WeightOnlyLinear(LinearLayer):
     )  # fmt: skip
     whole_names: tuple[str, ...] = shared_names
     numbers: tuple[int, str, int, bool]
-    """What a ``QuantizedWeight`` has beside these."""
+    """What a ``ScaledWeight`` has beside these."""
     steps: RowSteps | None = None
     """Of the scales, in layers whose products make use of them."""
     weight: nn.Parameter
@@ -234,7 +234,7 @@ class WeightOnlyLinear(LinearLayer):
         stored = weight, scale, zero_point, factor, order, bias
         assert scale is not None
         step = None if self.steps is None else self.steps.of(scale, x.numel() // max(self.in_features, 1))
-        return weight_only_linear(x, QuantizedWeight._make((*stored, *self.numbers, step)))
+        return weight_only_linear(x, ScaledWeight._make((*stored, *self.numbers, step)))
 
 
 def _beyond(zero_point: Tensor, form: Format) -> str:

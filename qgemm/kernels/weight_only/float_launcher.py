@@ -25,7 +25,7 @@ from qgemm.kernels.launch.driver import DriverLaunch
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.launch.plans import Run, plans, remember
 from qgemm.kernels.launch.tensor_map import TensorMap
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import kernels
 from qgemm.kernels.weight_only.config import (
     BLOCK_BYTES,
@@ -56,7 +56,7 @@ MAX_ROWS_BY_GROUP = 16  # for each value of a small group; a float weight takes 
 
 
 def weight_only_linear(
-    x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None, recallable: bool = False
+    x: Tensor, weight: ScaledWeight, residual: Tensor | None = None, recallable: bool = False
 ) -> Tensor:
     """``dispatch.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order.
 

@@ -23,7 +23,7 @@ from qgemm.kernels.launch.plans import plans, remember
 from qgemm.kernels.launch.steps import LaunchPlan, Names, Part, Step
 from qgemm.kernels.linear.launcher import LinearPlan
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config, select_config
 from qgemm.kernels.weight_only.int8_kernels import _int4_int8_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2, round_up
@@ -43,7 +43,7 @@ MANY_LAYER = (*LAYER[:-3], "step", *LAYER[-3:])
 
 
 def weight_only_linear(
-    x: Tensor, weight: QuantizedWeight, config: Int8Config | None = None, recallable: bool = False
+    x: Tensor, weight: ScaledWeight, config: Int8Config | None = None, recallable: bool = False
 ) -> Tensor:
     """``dispatch.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order.
 
@@ -51,7 +51,7 @@ def weight_only_linear(
     the call.
     """
     tensors = [None if tensor is None else tensor.contiguous() for tensor in weight[:6]]
-    weight = QuantizedWeight._make((*tensors, *weight[6:]))
+    weight = ScaledWeight._make((*tensors, *weight[6:]))
     values, scale, zero_point, _, _, bias, in_features, _, group_size, _, step = weight
     kind: tuple[object, ...] = (
         weight_only_linear,
@@ -91,7 +91,7 @@ def _workspace(M: int, K: int, config: Int8Config | None) -> Workspace:
     return Workspace(q_bytes, at, at + (0 if config is None else config.partial_sums(config.rows, config.cols)))
 
 
-def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) -> LinearPlan:
+def _make_plan(x: Tensor, weight: ScaledWeight, config: Int8Config | None) -> LinearPlan:
     values, scale, zero_point, _, _, bias, K, _, group_size, _, step = weight
     N, M = values.shape[0], math.prod(x.shape[:-1])
     rows, out, device = x.reshape(M, K), x.new_empty((*x.shape[:-1], N)), x.device.index

@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.rows import QuantizedRows
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.linear import QuantLinear, quantize_together
 from qgemm.nn.linear_layer import LinearLayer
@@ -52,7 +52,7 @@ class QuantizedOperands(NamedTuple):
 class FloatOperands(NamedTuple):
     """Those of a ``WeightOnlyLinear``."""
 
-    weight: QuantizedWeight
+    weight: ScaledWeight
 
     @property
     def reads_rows(self) -> bool:
@@ -168,4 +168,4 @@ def _own_operands(
     assert isinstance(layer, WeightOnlyLinear)
     scale = tensors["weight_scale"]
     step = None if layer.steps is None or scale is None else found_steps(scale)
-    return FloatOperands(QuantizedWeight._make((*map(tensors.get, layer.operands), *layer.numbers, step)))
+    return FloatOperands(ScaledWeight._make((*map(tensors.get, layer.operands), *layer.numbers, step)))
