@@ -256,14 +256,22 @@ def _make_plan(
             )
     if way.in_graphs:
         memory.keep_graph_counts(device)
+    as_given = given is None or residual is None or residual.data_ptr() == given.data_ptr()
     return LinearPlan(
-        device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), weight.data_ptr() % ALIGNMENT == 0,
-        None if rows.data_ptr() == x.data_ptr() else (M, K),
-        None if given is None or residual is None or residual.data_ptr() == given.data_ptr() else (M, N),
-        q_bytes, one if way.one else two,
-        captured=one if way.private else two, shares_buffer=way.one is not None, counted=one if way.in_graphs else None,
+        device=device,
+        one_of_several=torch.cuda.device_count() > 1,
+        out_shape=tuple(out.shape),
+        out_strides=out.stride(),
+        aligned=weight.data_ptr() % ALIGNMENT == 0,
+        rows=None if rows.data_ptr() == x.data_ptr() else (M, K),
+        residual_rows=None if as_given else (M, N),
+        q_bytes=q_bytes,
+        usual=one if way.one else two,
+        captured=one if way.private else two,
+        shares_buffer=way.one is not None,
+        counted=one if way.in_graphs else None,
         takes_bytes=takes_bytes,
-    )  # fmt: skip
+    )
 
 
 def choose_way(

@@ -24,7 +24,7 @@ from qgemm.kernels.launch.steps import LaunchPlan, Names, Part, Step
 from qgemm.kernels.linear.launcher import LinearPlan
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.scaled_weight import ScaledWeight
-from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config, select_config
+from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config, Sizes, select_config
 from qgemm.kernels.weight_only.int8_kernels import _int4_int8_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2, round_up
 from qgemm.numerics.packing import HALF
@@ -113,21 +113,32 @@ def _make_plan(x: Tensor, weight: ScaledWeight, config: Int8Config | None) -> Li
             )
             two = replace(two, steps=steps)
         else:
-            two = _two_launches(names, rows, N, G, group, config, limits)
-            is_one = config.warps > 0 or _may_be_one(config, rows, N, G, group, limits)
+            from qgemm.kernels.weight_only import int8_hopper as hopper
+
+            sizes = Sizes(M, N, K, G, group)
+            two = _two_launches(names, rows, sizes, config, limits)
+            is_one = config.warps > 0 or hopper.many_in_one_launch(config, sizes, limits)
             is_row = config.warps > 0 and M == 1 and K <= MAX_OWN_ROW
             if is_one:
-                one = replace(one, steps=(_one_launch(names, rows, N, G, group, is_row, config, limits),))
+                one = replace(one, steps=(_one_launch(names, rows, sizes, is_row, config, limits),))
             if config.shared:
-                unshared = _two_launches(names, rows, N, G, group, select(may_share=False), limits)
+                unshared = _two_launches(names, rows, sizes, select(may_share=False), limits)
                 if x.is_cuda:
                     memory.keep_graph_counts(x.get_device())
     return LinearPlan(
-        device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), values.data_ptr() % ALIGNMENT == 0,
-        None if rows.data_ptr() == x.data_ptr() else (M, K), None, two.parts[2].offset - COUNTS_BYTES,
-        usual=one if is_one else two, captured=one if is_row else unshared or two, shares_buffer=is_one,
+        device=device,
+        one_of_several=torch.cuda.device_count() > 1,
+        out_shape=tuple(out.shape),
+        out_strides=out.stride(),
+        aligned=values.data_ptr() % ALIGNMENT == 0,
+        rows=None if rows.data_ptr() == x.data_ptr() else (M, K),
+        residual_rows=None,
+        q_bytes=two.parts[2].offset - COUNTS_BYTES,
+        usual=one if is_one else two,
+        captured=one if is_row else unshared or two,
+        shares_buffer=is_one,
         counted=two if unshared is not None else None,
-    )  # fmt: skip
+    )
 
 
 def _plan(device: int | None, space: Workspace, M: int, K: int, steps: tuple[Step, ...]) -> LaunchPlan:
@@ -167,13 +178,11 @@ def _takes_hopper(N: int, K: int, group: int, weight: Tensor, symmetric: bool, d
     )
 
 
-def _two_launches(
-    names: Names, rows: Tensor, N: int, G: int, group: int, config: Int8Config, limits: DeviceLimits
-) -> LaunchPlan:
+def _two_launches(names: Names, rows: Tensor, sizes: Sizes, config: Int8Config, limits: DeviceLimits) -> LaunchPlan:
     from qgemm.kernels.weight_only import int8_hopper as hopper
 
     M, K = rows.shape
-    space, sizes = _workspace(M, K, config), hopper.Sizes(M, N, K, G, group)
+    space = _workspace(M, K, config)
     plain = quantize.plan_quantization(rows, None, next_early=hopper.starts_early(M))
     first = names.step(plain, "x", "q", "q_scale", "none", "none")
     if config.warps:
@@ -185,24 +194,15 @@ def _two_launches(
     return _plan(rows.device.index, space, M, K, (first, second))
 
 
-def _may_be_one(config: Int8Config, rows: Tensor, N: int, G: int, group: int, limits: DeviceLimits) -> bool:
-    from qgemm.kernels.weight_only import int8_hopper as hopper
-
-    M, K = rows.shape
-    return hopper.many_in_one_launch(config, hopper.Sizes(M, N, K, G, group), limits)
-
-
 def _one_launch(
-    names: Names, rows: Tensor, N: int, G: int, group: int, is_row: bool, config: Int8Config, limits: DeviceLimits
+    names: Names, rows: Tensor, sizes: Sizes, is_row: bool, config: Int8Config, limits: DeviceLimits
 ) -> Step:
     from qgemm.kernels.weight_only import int8_hopper as hopper
 
-    M, K = rows.shape
-    sizes = hopper.Sizes(M, N, K, G, group)
     if is_row:
         return names.step(hopper.row_launch(config, sizes, rows.stride(1), limits), *ROW)
     if not config.warps:
-        partial_at = _workspace(M, K, config).partial_at
+        partial_at = _workspace(sizes.M, sizes.K, config).partial_at
         launch = hopper.many_layer_launch(config, sizes, rows.stride(), rows.dtype, partial_at, limits)
         step = "step" if config.multiplies else "none"
         return names.step(launch, *(step if each == "step" else each for each in MANY_LAYER))
