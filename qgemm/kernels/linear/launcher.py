@@ -229,31 +229,7 @@ def _make_plan(
     two = one = LaunchPlan(device, size, parts, ())
     way = Way(overlaps=False)
     if out.numel():
-        optional = {"bias": bias, "input_scale": input_scale, "residual": residual}
-        absent = {"zero_point", *(name for name, value in optional.items() if value is None)}
-        names = Names((*ARGUMENTS, *PARTS, "zero_point"), absent)
-        _, q, q_scale = two.parts_of(x.new_empty(size, dtype=torch.int8))
-        a_scale, group_strides, block_strides = q_scale, None, None
-        if weight_scale.ndim == 2:
-            a_scale, group_strides, block_strides = q_scale.view(M, blocks), (blocks, 1), (1, weight_scale.stride(1))
-        product = plan_product(
-            q.view(weight.dtype), weight.t(), a_scale, weight_scale, bias, None, x.dtype, constant_b=True,
-            residual=residual,
-        )  # fmt: skip
-        scale_stride = vector_stride(weight_scale, N) if block_strides is None else weight_scale.stride(0)
-        epilogue_strides = scale_stride, vector_stride(bias, N), row_stride(residual)
-        way = choose_way(product.config, rows, weight, epilogue_strides, block_strides)
-        quantization = quantize.plan_quantization(
-            rows, input_scale, next_early=way.overlaps, dtype=weight.dtype, group_strides=group_strides
-        )
-        two = replace(
-            two, steps=(names.step(quantization, *QUANTIZATION, "zero_point"), names.step(product.launch, *PRODUCT))
-        )
-        if way.one is not None:
-            tensors = BOTH if way.private else (*BOTH, "q", "counts")
-            one = replace(
-                one, buffer=COUNTS_BYTES + way.private if way.private else size, steps=(names.step(way.one, *tensors),)
-            )
+        two, one, way = _add_launches(two, rows, weight, weight_scale, bias, input_scale, residual)
     if way.in_graphs:
         memory.keep_graph_counts(device)
     as_given = given is None or residual is None or residual.data_ptr() == given.data_ptr()
@@ -272,6 +248,45 @@ def _make_plan(
         counted=one if way.in_graphs else None,
         takes_bytes=takes_bytes,
     )
+
+
+def _add_launches(
+    plan: LaunchPlan,
+    rows: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[LaunchPlan, LaunchPlan, Way]:
+    """``plan``, which has parts alone, in two launches and in one, if that can be; and the way that says so."""
+    M, N = rows.shape[0], weight.shape[0]
+    optional = {"bias": bias, "input_scale": input_scale, "residual": residual}
+    absent = {"zero_point", *(name for name, value in optional.items() if value is None)}
+    names = Names((*ARGUMENTS, *PARTS, "zero_point"), absent)
+    _, q, a_scale = plan.parts_of(rows.new_empty(plan.buffer, dtype=torch.int8))
+    scale_stride, group_strides, block_strides = vector_stride(weight_scale, N), None, None
+    if weight_scale.ndim == 2:
+        groups = a_scale.numel() // M
+        a_scale, group_strides = a_scale.view(M, groups), (groups, 1)
+        scale_stride, block_strides = weight_scale.stride(0), (1, weight_scale.stride(1))
+    product = plan_product(
+        q.view(weight.dtype), weight.t(), a_scale, weight_scale, bias, None, rows.dtype, constant_b=True,
+        residual=residual,
+    )  # fmt: skip
+    epilogue_strides = scale_stride, vector_stride(bias, N), row_stride(residual)
+    way = choose_way(product.config, rows, weight, epilogue_strides, block_strides)
+    quantization = quantize.plan_quantization(
+        rows, input_scale, next_early=way.overlaps, dtype=weight.dtype, group_strides=group_strides
+    )
+    two = replace(
+        plan, steps=(names.step(quantization, *QUANTIZATION, "zero_point"), names.step(product.launch, *PRODUCT))
+    )
+    if way.one is None:
+        return two, plan, way
+    tensors = BOTH if way.private else (*BOTH, "q", "counts")
+    buffer = COUNTS_BYTES + way.private if way.private else plan.buffer
+    return two, replace(plan, buffer=buffer, steps=(names.step(way.one, *tensors),)), way
 
 
 def choose_way(
