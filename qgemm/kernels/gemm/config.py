@@ -356,7 +356,7 @@ def _suits(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> bool:
 
 
 @functools.cache
-def _valid_candidates(itemsize: int, limits: DeviceLimits, promotes: bool = False) -> list[GemmConfig]:
+def _valid_candidates(itemsize: int, limits: DeviceLimits, promotes: bool) -> list[GemmConfig]:
     configs = [for_operands(config, itemsize, promotes) for config in CANDIDATES + PROMOTED * promotes]
     return [config for config in configs if is_valid(config, itemsize, limits)]
 
@@ -372,7 +372,7 @@ def for_operands(config: GemmConfig, itemsize: int, promotes: bool) -> GemmConfi
 
 
 def _cycles(
-    config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits, block_scaled: bool = False
+    config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits, block_scaled: bool
 ) -> float:
     tiles = config.tiles(M, N)
     blocks = max(1, cdiv(K * itemsize if config.schedule == "specialized" else K, config.block_k))

@@ -294,7 +294,7 @@ def choose_way(
     rows: Tensor,
     weight: Tensor,
     epilogue_strides: tuple[int, int, int],
-    block_strides: tuple[int, int] | None = None,
+    block_strides: tuple[int, int] | None,
 ) -> Way:
     """How to compute a layer whose product has ``config``.
 
