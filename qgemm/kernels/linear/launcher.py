@@ -138,23 +138,26 @@ class LinearPlan:
         weight: Tensor,
         weight_scale: Tensor,
         bias: Tensor | None,
-        input_scale: Tensor | None,
+        other: Tensor | None,
         residual: Tensor | None = None,
     ) -> Tensor | None:
-        """The layer's output for tensors like those that it was made for; None for a weight that isn't ``aligned``."""
+        """The layer's output for tensors like those that it was made for; None for a weight that isn't ``aligned``.
+
+        ``other``: as ``launch.plans.recall`` has it.
+        """
         if self.one_of_several and self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.run(x, weight, weight_scale, bias, input_scale, residual)
+                return self.run(x, weight, weight_scale, bias, other, residual)
 
         rows = x if self.rows is None else x.reshape(self.rows)
         x_at, weight_at, scale_at = rows.data_ptr(), weight.data_ptr(), weight_scale.data_ptr()
         bias_at = 0 if bias is None else bias.data_ptr()
-        input_scale_at = 0 if input_scale is None else input_scale.data_ptr()
+        other_at = 0 if other is None else other.data_ptr()
         if residual is not None and self.residual_rows is not None:
             residual = with_contiguous_columns(residual.reshape(self.residual_rows))
         residual_at = 0 if residual is None else residual.data_ptr()
         # What the launches of a plan by the driver aren't made for.
-        unusual = (x_at | weight_at | scale_at | bias_at | input_scale_at | residual_at) % ALIGNMENT or hooked()
+        unusual = (x_at | weight_at | scale_at | bias_at | other_at | residual_at) % ALIGNMENT or hooked()
         if unusual and weight_at % ALIGNMENT and self.aligned:
             return None
 
@@ -175,7 +178,7 @@ class LinearPlan:
         buffer_at = buffer.data_ptr()
         q_at = buffer_at + COUNTS_BYTES
         addresses = (
-            x_at, weight_at, scale_at, bias_at, input_scale_at, residual_at, out.data_ptr(),
+            x_at, weight_at, scale_at, bias_at, other_at, residual_at, out.data_ptr(),
             buffer_at if counts is None else counts.data_ptr(), q_at, q_at + self.q_bytes,
         )  # fmt: skip
         for step in plan.steps:
@@ -185,7 +188,7 @@ class LinearPlan:
                 if counts is not None:
                     own_counts = plan.parts[0].of(counts.view(torch.int8))
                 weight = weight.view(torch.int8) if self.takes_bytes else weight
-                tensors = (rows, weight, weight_scale, bias, input_scale, residual, out)
+                tensors = (rows, weight, weight_scale, bias, other, residual, out)
                 step.run((*tensors, own_counts, q, q_scale))
             else:
                 by_driver(stream, step.pick(addresses))
