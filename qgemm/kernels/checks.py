@@ -270,7 +270,7 @@ def check_weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor |
     if has_int8:
         check_length(min(group_size, in_features))
     if step is not None and not (has_int8 and zero_point is None):
-        raise ValueError("step is for int8_activations, and weights without a zero_point")
+        raise ValueError("step is for int8_activations, and weights without a zero_point: leave it out")
     _check_bias(bias, N)
     check_residual(residual, (*x.shape[:-1], N), x.dtype)
     check_same_device(
