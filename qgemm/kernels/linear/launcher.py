@@ -274,8 +274,8 @@ def _add_launches(
         a_scale, group_strides = a_scale.view(M, groups), (groups, 1)
         scale_stride, block_strides = weight_scale.stride(0), (1, weight_scale.stride(1))
     product = plan_product(
-        q.view(weight.dtype), weight.t(), a_scale, weight_scale, bias, None, rows.dtype, constant_b=True,
-        residual=residual,
+        q.view(weight.dtype), weight.t(), rows.dtype, a_scale=a_scale, b_scale=weight_scale, bias=bias,
+        residual=residual, constant_b=True,
     )  # fmt: skip
     epilogue_strides = scale_stride, vector_stride(bias, N), row_stride(residual)
     way = choose_way(product.config, rows, weight, epilogue_strides, block_strides)
