@@ -23,7 +23,8 @@ from benchmarks.shapes import (
     default_sizes,
     parse_shape,
 )
-from qgemm_cli.timing import QUICK, Effort, copy_bandwidth
+from benchmarks.timing import copy_bandwidth
+from qgemm_cli.timing import QUICK, Effort
 
 LEVELS = ("gemm", "layer", "quantize", "host")
 

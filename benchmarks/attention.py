@@ -21,9 +21,10 @@ from torch import Tensor
 from benchmarks.results import environment, write_json
 from benchmarks.shapes import parse_pair
 from benchmarks.tables import Table, render
+from benchmarks.timing import copy_bandwidth, median_seconds
 from qgemm.kernels import decode_attention, quantize_rows
 from qgemm.kernels.reference import decode_attention_reference
-from qgemm_cli.timing import QUICK, Effort, Pass, copy_bandwidth, copy_count, median_seconds
+from qgemm_cli.timing import QUICK, Effort, Pass, copy_count
 
 SIZES = ((1, 512), (1, 4096), (1, 16_384), (16, 512), (16, 4096), (16, 16_384), (64, 512), (64, 4096), (64, 16_384))
 CPU_SIZES = ((1, 512), (4, 4096))

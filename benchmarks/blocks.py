@@ -25,7 +25,8 @@ from benchmarks.models.shapes import MODELS, ModelShape
 from benchmarks.results import environment, write_json
 from benchmarks.shapes import parse_pair
 from benchmarks.tables import Table, render
-from qgemm_cli.timing import QUICK, Effort, Pass, median_seconds
+from benchmarks.timing import median_seconds
+from qgemm_cli.timing import QUICK, Effort, Pass
 
 SIZES = ((1, 128), (1, 2048), (8, 2048))
 NAMES = ("bf16", "qgemm")

@@ -6,11 +6,12 @@ from benchmarks.measure import random_operand
 from benchmarks.providers import INT8_ERROR
 from benchmarks.results import ConfigCheck
 from benchmarks.shapes import WeightShape
+from benchmarks.timing import median_seconds
 from qgemm.kernels import GemmConfig, quantize_rows, scaled_mm, select_config
 from qgemm.kernels.gemm.config import CANDIDATES, is_valid
 from qgemm.kernels.launch.device import device_limits
 from qgemm_cli.check import largest_errors
-from qgemm_cli.timing import QUICK, Effort, Pass, copy_count, median_seconds
+from qgemm_cli.timing import QUICK, Effort, Pass, copy_count
 
 CONTENDER = 1.3
 """Candidates that take this many times as long as the fastest in a first, short round are not timed again."""

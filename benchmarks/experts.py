@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from benchmarks.results import environment, write_json
 from benchmarks.roofline import Roofline, known_peaks
 from benchmarks.tables import render
+from benchmarks.timing import copy_bandwidth, median_seconds
 from qgemm.nn import QuantExperts
 from qgemm.nn.float_experts import FloatExperts, describe_experts
 from qgemm.numerics.groups import SCALE_DTYPES
 from qgemm.scheme import resolve_scheme
-from qgemm_cli.timing import QUICK, ROTATED_BYTES, Effort, Pass, copy_bandwidth, median_seconds
+from qgemm_cli.timing import QUICK, ROTATED_BYTES, Effort, Pass
 
 TOKENS = (1, 16, 2048)
 MOST_BATCHED_TOKENS = 16

@@ -23,12 +23,13 @@ from benchmarks.results import environment, write_json
 from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
 from benchmarks.tables import Table, render
+from benchmarks.timing import median_seconds
 from qgemm.kernels import matmul, quantize_rows, scaled_mm
 from qgemm.kernels.dispatch import quantize_groups
 from qgemm.kernels.gemm import launcher
 from qgemm.numerics.blocks import block_scales, dequantize_blocks, round_blocks, spread_groups
 from qgemm_cli.check import largest_errors
-from qgemm_cli.timing import QUICK, Effort, Pass, copy_count, median_seconds
+from qgemm_cli.timing import QUICK, Effort, Pass, copy_count
 
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096)
 E4M3 = torch.float8_e4m3fn

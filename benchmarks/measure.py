@@ -12,10 +12,11 @@ from benchmarks.providers import Provider
 from benchmarks.results import Measurement, Quantization
 from benchmarks.roofline import KINDS, Roofline, bytes_moved, operations
 from benchmarks.shapes import WeightShape
+from benchmarks.timing import SUSTAINED, host_seconds, median_seconds
 from qgemm.kernels import quantize_rows
 from qgemm.kernels.reference import quantize_rows_reference
 from qgemm_cli.check import largest_errors
-from qgemm_cli.timing import SUSTAINED, Effort, Pass, copy_count, host_seconds, median_seconds
+from qgemm_cli.timing import Effort, Pass, copy_count
 
 HOST_SHAPE = WeightShape("host", 1024, 1024)
 HOST_ROWS = (1, 16, 256, 2048)

@@ -23,11 +23,12 @@ from benchmarks.results import environment, write_json
 from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import CPU_SHAPES, SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
 from benchmarks.tables import Table, render
+from benchmarks.timing import host_seconds, median_seconds
 from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.scheme import resolve_scheme
 from qgemm_cli.check import largest_errors
-from qgemm_cli.timing import QUICK, Effort, Pass, copy_count, host_seconds, median_seconds
+from qgemm_cli.timing import QUICK, Effort, Pass, copy_count
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 HOST_ROWS = (1, 16, 256)

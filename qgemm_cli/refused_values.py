@@ -16,13 +16,12 @@ from qgemm.checkpoint.errors import CheckpointError, UnknownModel
 from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
-from qgemm.nn import QuantLayer, linear_class
+from qgemm.nn import QuantExperts, QuantLayer, linear_class
 from qgemm.scheme import QuantScheme
 
 Owners = dict[str, tuple[QuantLayer, str]]
 """The layer that holds each tensor, and what the layer calls it."""
 
-_EXPERTS = ("gate_up_proj", "down_proj")
 _CPU = torch.device("cpu")
 _COLUMNS = 256  # whose number no check of values asks for, unless it is that of a linear layer
 
@@ -77,7 +76,7 @@ def find_owners(contents: Contents) -> Owners:
         scheme = contents.manifest.layers.get(module)
         if scheme is None:
             continue
-        experts = next((each for each in _EXPERTS if leaf.startswith(each)), None)
+        experts = next((each for each in QuantExperts.weight_names if leaf.startswith(each)), None)
         if module not in layers:
             K = _COLUMNS if experts else _columns(contents, module, tensor)
             layers[module] = _layer_of(scheme, K)

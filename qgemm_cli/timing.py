@@ -1,4 +1,4 @@
-"""The clock: how long one call takes on the device, and how long on the host.
+"""The clock: how long one call takes on the device.
 
 A measured pass is a run of calls over several copies of the weight, more bytes than caches hold, so that each call
 reads its weight from memory as the layers of a model do. On a GPU a pass is a CUDA graph, so the host's time isn't in
@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from qgemm.device import no_garbage_collection
 
 ROTATED_BYTES = {"cuda": 320 << 20, "cpu": 128 << 20}
 """What the copies of a weight pass together."""
@@ -45,12 +43,6 @@ class Effort:
 
 
 QUICK = Effort(rounds=3, seconds=0.003)
-SUSTAINED = Effort(rounds=3, seconds=0.06, lead=0.04)
-"""For passes that keep a GPU's tensor cores busy, and so at its power limit.
-
-How fast those run depends on the power that they take, and clocks follow it after some 10 ms: in shorter turns
-everybody runs at the clock that the others have left behind.
-"""
 
 
 def copy_count(weight_bytes: int, device: torch.device) -> int:
@@ -109,14 +101,9 @@ class Pass:
         return self.output
 
 
-def median_seconds(passes: Mapping[str, Pass], effort: Effort, device: torch.device) -> dict[str, float]:
-    """Seconds of one call, by the name of its pass."""
-    return {name: statistics.median(values) for name, values in all_seconds(passes, effort, device).items()}
-
-
 def all_seconds(passes: Mapping[str, Pass], effort: Effort, device: torch.device) -> dict[str, list[float]]:
     """Seconds of one call, in each run of its pass, by the pass's name."""
-    time_once = _gpu_times if device.type == "cuda" else _cpu_times
+    time_once = clock_of(device)
     once = {name: max(statistics.median(time_once(one, 1)), 1e-9) for name, one in passes.items()}
     times: dict[str, list[float]] = {name: [] for name in passes}
     names = list(passes)
@@ -168,6 +155,11 @@ def _stolen_ticks() -> tuple[int, int]:
     return (ticks[7], sum(ticks)) if len(ticks) == 8 else (0, 0)
 
 
+def clock_of(device: torch.device) -> Callable[[Callable[[], object], int], list[float]]:
+    """``times(run, repeats)``: the seconds that each of ``repeats`` runs takes on ``device``."""
+    return _gpu_times if device.type == "cuda" else _cpu_times
+
+
 def _gpu_times(one: Callable[[], object], repeats: int) -> list[float]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     one()  # untimed: the GPU is busy while the host queues what is timed
@@ -186,34 +178,3 @@ def _cpu_times(one: Callable[[], object], repeats: int) -> list[float]:
         one()
         times.append(time.perf_counter() - start)
     return times
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, that a copy within the device's memory moves: the median of 20."""
-    size = (1 << 30) if device.type == "cuda" else (64 << 20)
-    source = torch.ones(size, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    # Not in a graph: there a copy goes through the copy engine, at two thirds of what kernels reach on an H200.
-    time_once = _gpu_times if device.type == "cuda" else _cpu_times
-    return 2 * size / statistics.median(time_once(lambda: target.copy_(source), 20))
-
-
-def host_seconds(runs: Mapping[str, Callable[[], object]], calls: int = 300, repeats: int = 21) -> dict[str, float]:
-    """Host seconds of one call, by name: medians of ``repeats`` runs of ``calls``, taken in turn, nothing synchronized.
-
-    The calls must be short on the GPU, so that the queue never fills (it holds about 1,000 launches): then what is
-    measured is the host alone.
-    """
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    with no_garbage_collection():
-        for repeat in range(repeats + 2):
-            for name, run in runs.items():
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(calls):
-                    run()
-                seconds = (time.perf_counter() - start) / calls
-                if repeat >= 2:  # the first ones warm up
-                    times[name].append(seconds)
-    torch.cuda.synchronize()
-    return {name: statistics.median(values) for name, values in times.items()}

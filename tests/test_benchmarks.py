@@ -20,8 +20,9 @@ from benchmarks.providers import Provider, cpu_providers, float_provider, quanti
 from benchmarks.results import ConfigCheck, Measurement, Quantization, Run, speedups
 from benchmarks.roofline import Roofline, bytes_moved, geometric_mean, known_peaks, operations
 from benchmarks.shapes import HELD_OUT_SHAPES, ROWS, SHAPES, WeightShape, parse_pair, parse_shape
+from benchmarks.timing import copy_bandwidth, median_seconds
 from qgemm_cli.check import largest_errors
-from qgemm_cli.timing import MAX_CALLS, QUICK, Effort, Pass, copy_bandwidth, copy_count, median_seconds
+from qgemm_cli.timing import MAX_CALLS, QUICK, Effort, Pass, copy_count
 
 CPU = torch.device("cpu")
 GPU_NAME = "NVIDIA H200"

@@ -124,9 +124,8 @@ class Fold:
         """Divides the source's output by ``scales [K]``, and multiplies the layers' columns by them, in place.
 
         A norm's gain is rounded to its dtype; the columns are multiplied by what it was divided by in truth, which is
-        returned. Raises
-        ``ValueError``, with the model as it was, if a scale isn't finite and positive, columns of one channel have
-        different ones, or a weight gets too large for its dtype.
+        returned. Raises ``ValueError``, with the model as it was, if a scale isn't finite and positive, columns of one
+        channel have different ones, or a weight gets too large for its dtype.
         """
         source = block.model.get_submodule(self.source)
         layers = {name: block.model.get_submodule(name) for name in self.layers}
@@ -230,8 +229,7 @@ def _is_verified(fold: Fold, block: Block, check: OutputCheck) -> bool:
 
 def idle_modules(block: Block) -> list[str]:
     """The modules with parameters of their own that aren't called as the block runs, by full name."""
-    prefix = f"{block.name}." if block.name else ""
-    modules = {prefix + name: module for name, module in block.module.named_modules() if module._parameters}
+    modules = {block.prefix + name: module for name, module in block.module.named_modules() if module._parameters}
     called: set[str] = set()
     with hooked(modules, lambda name, *_: called.add(name)):
         block.outputs()
@@ -253,9 +251,8 @@ def _may_take_it(idle: Sequence[str], fold: Fold, model: nn.Module) -> str | Non
 
 def _held_elsewhere(block: Block) -> dict[int, str]:
     """The modules outside the block that hold parameters, by the parameters' ``id``."""
-    prefix = f"{block.name}." if block.name else ""
     named = block.model.named_parameters(remove_duplicate=False)
-    return {id(parameter): name.rpartition(".")[0] for name, parameter in named if not name.startswith(prefix)}
+    return {id(parameter): name.rpartition(".")[0] for name, parameter in named if not name.startswith(block.prefix)}
 
 
 def input_weights(module: nn.Module) -> list[Tensor]:
@@ -350,8 +347,7 @@ def norm_consumers(block: Block) -> dict[str, tuple[str, ...]]:
 
     Of modules with a weight that is known (``input_weights``); norms without any such aren't in it.
     """
-    prefix = f"{block.name}." if block.name else ""
-    modules = {prefix + name: module for name, module in block.module.named_modules() if name}
+    modules = {block.prefix + name: module for name, module in block.module.named_modules() if name}
     returned: dict[str, Tensor] = {}
     consumers: dict[str, dict[str, None]] = defaultdict(dict)
 

@@ -164,6 +164,11 @@ class Block:
     unused: list[str] = field(default_factory=list, init=False)
     batch: Batch = field(default_factory=Batch, init=False)
 
+    @property
+    def prefix(self) -> str:
+        """What the full names of modules in it begin with."""
+        return f"{self.name}." if self.name else ""
+
     def collect(
         self, names: Iterable[str] | None = None, *, second_moment: bool = False, rows: int = 0
     ) -> dict[str, InputStatistics]:

@@ -140,44 +140,50 @@ class _Run:
         for place, name in enumerate(chain.names):
             is_finished, held = self._is_finished(name), self.contents.get(name, [])
             with _placed(self.model, name, self.wanted.device):
-                if held:
-                    self._quantize(name, held, None if is_finished or inputs is None else inputs.calls(place))
+                if held and is_finished:
+                    self._restore(name, held)
+                elif held:
+                    assert inputs is not None
+                    self._quantize(name, held, inputs.calls(place))
                 if inputs is not None and place + 1 < len(chain.names):
                     inputs.advance(place, self.model.get_submodule(name))
             if self.folder is not None and not is_finished:
                 records = [self.records[layer] for layer in held]
                 self.folder.save(self._number(name), name, self.model.get_submodule(name), records)
 
-    def _quantize(self, name: str, names: list[str], calls: Sequence[Call] | None) -> None:
-        """Quantizes the layers called ``names``, of the block called ``name``; if ``calls`` is None, it is finished."""
+    def _restore(self, name: str, names: list[str]) -> None:
+        """Takes the layers called ``names``, of the block called ``name``, which is finished, from the folder."""
+        assert self.folder is not None
+        for each in names:
+            self.works.pop(each, None)
+        self._note(self.folder.restore(self._number(name), self.model, self.layers))
+
+    def _quantize(self, name: str, names: list[str], calls: Sequence[Call]) -> None:
+        """Quantizes the layers called ``names``, of the block called ``name``, which is called with ``calls``."""
+        experts = [each for each in names if self.layers[each].is_experts]
         # They are nowhere else from then on: a reference would keep a float weight alive.
         block = Block(
             name,
             self.model.get_submodule(name),
             self.model,
-            {each: self.works.pop(each) for each in names if not self.layers[each].is_experts},
-            calls or (),
+            {each: self.works.pop(each) for each in names if each not in experts},
+            calls,
+            {each: ExpertsWork(each, self.model.get_submodule(each), self.plan.schemes[each]) for each in experts},
         )
-        if calls is None:
-            assert self.folder is not None
-            block.layers.clear()
-            records: Iterable[LayerRecord] = self.folder.restore(self._number(name), self.model, self.layers)
-        else:
-            for each in names:
-                if self.layers[each].is_experts:
-                    block.experts[each] = ExpertsWork(each, self.model.get_submodule(each), self.plan.schemes[each])
-            records = quantize_block(
-                block, self.layers, self.recipe, self.observer, self.plan.input_scales, not self.has_changed
-            )
+        self._note(
+            quantize_block(block, self.layers, self.recipe, self.observer, self.plan.input_scales, not self.has_changed)
+        )
+        self.unseen += [each for each in names if self.layers[each].reason]
+        self.unused += block.unused
+
+    def _note(self, records: Iterable[LayerRecord]) -> None:
+        """Keeps the records of layers, as each of them is done, and shows it."""
         for record in records:
             self.has_changed = True
             self.records[record.name] = record
             error = "" if record.output_error is None else f" error {record.output_error:.4f}"
             self.bar.set_postfix_str(record.name + error, refresh=False)
             self.bar.update()
-        if calls is not None:
-            self.unseen += [each for each in names if self.layers[each].reason]
-        self.unused += block.unused
 
     def _is_finished(self, block: str) -> bool:
         return block not in self.contents or (self.folder is not None and self.folder.has(self._number(block)))

@@ -14,7 +14,9 @@ of the model must have run; otherwise the model stays as it was, and says why.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -58,13 +60,9 @@ class ResidualRotation(Method):
 def rotate_residual(model: Any, seed: int = 0) -> str:
     """Rotates ``model``, in place; why it couldn't, with the model as it was, or an empty text."""
     embedding, head = (_ask(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
-    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
-        return "it isn't a language model with embeddings and a head"
     names = {module: name for name, module in model.named_modules()}
-    if head.weight is embedding.weight:
-        return f"{names[head]!r} is tied to {names[embedding]!r}"
-    if embedding.weight.device.type == "meta" or embedding.weight.dtype not in _TOLERANCES:
-        return f"its embeddings are {embedding.weight.dtype} on {embedding.weight.device}"
+    if reason := _why_unfit(embedding, head, names):
+        return reason
     K = embedding.weight.shape[1]
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(embedding.num_embeddings, _TOKENS, generator=generator)
@@ -92,15 +90,10 @@ def rotate_residual(model: Any, seed: int = 0) -> str:
         if (tensors := _written(name, module)) and tensors[0].shape[-1] == K
     }
     expected = first_tensor(next(block.run())).float()
-    touched = [embedding, *readers, *(layer for layers in readers.values() for layer in layers), *written]
-    with as_they_were(touched) as keep:
+    with as_they_were([embedding, *readers, *chain.from_iterable(readers.values()), *written]) as keep:
         for norm, layers in readers.items():
-            gain = norm.weight.float()
-            for weight in {layer: weight for layer in layers for weight in input_weights(layer)}.values():
-                _rotate(weight, signs, gain)
-            norm.weight.fill_(1)
-        _rotate(embedding.weight, signs)
-        for tensor in (tensor for tensors in written.values() for tensor in tensors):
+            _fold_and_rotate(norm, layers, signs)
+        for tensor in (embedding.weight, *chain.from_iterable(written.values())):
             _rotate(tensor, signs)
         difference = first_tensor(next(block.run())).float() - expected
         change = float((difference.norm(dim=-1) / expected.norm(dim=-1)).median())
@@ -108,6 +101,25 @@ def rotate_residual(model: Any, seed: int = 0) -> str:
             keep()
             return ""
     return f"its logits would change by {change:.2g} of their size: not all that reads or writes is known"
+
+
+def _why_unfit(embedding: Any, head: Any, names: Mapping[nn.Module, str]) -> str:
+    """Why a model with this embedding and head can't be rotated; empty if that isn't known yet."""
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+        return "it isn't a language model with embeddings and a head"
+    if head.weight is embedding.weight:
+        return f"{names[head]!r} is tied to {names[embedding]!r}"
+    if embedding.weight.device.type == "meta" or embedding.weight.dtype not in _TOLERANCES:
+        return f"its embeddings are {embedding.weight.dtype} on {embedding.weight.device}"
+    return ""
+
+
+def _fold_and_rotate(norm: Any, layers: Sequence[nn.Module], signs: Tensor) -> None:
+    """Moves the gain of ``norm`` into the weights of ``layers``, which read what it gives, and rotates those."""
+    gain = norm.weight.float()
+    for weight in {layer: weight for layer in layers for weight in input_weights(layer)}.values():
+        _rotate(weight, signs, gain)
+    norm.weight.fill_(1)
 
 
 def _rotate(x: Tensor, signs: Tensor, gain: Tensor | None = None) -> None:

@@ -35,6 +35,7 @@ from qgemm.scheme import QuantScheme, resolve_scheme
 
 RUN_FILE = "run.json"
 METADATA = "qgemm_block"
+_START_OVER = "remove the folder to start over"
 
 # Of each tensor of a model, as many values are hashed: enough to tell it from a fine-tuned one.
 _SAMPLE = 1024
@@ -92,7 +93,7 @@ class ResumeFolder:
         path = self._path(index)
         schemes, records = _parse(path, read_metadata(path).get(METADATA))
         if foreign := [name for name in schemes if name not in layers]:
-            raise CheckpointError(f"{path} holds {foreign[0]!r}, which this run doesn't quantize")
+            raise CheckpointError(f"{path} holds {foreign[0]!r}, which this run doesn't quantize: {_START_OVER}")
         stored = read_header(path)
         made = quantized_layers(model, schemes, path)
         # Devices are known from the float layers, which are still in place.
@@ -105,7 +106,7 @@ class ResumeFolder:
             for leaf in [leaf for leaf, _ in layer.named_parameters(recurse=False)]:
                 value = values.pop(f"{name}.{leaf}", None)
                 if value is None:
-                    raise CheckpointError(f"{path} lacks {name}.{leaf}")
+                    raise CheckpointError(f"{path} lacks {name}.{leaf}: {_START_OVER}")
                 setattr(layer, leaf, frozen(value.to(devices[name])))
             put(model, layers[name], layer.train(model.get_submodule(name).training))
         for name, value in values.items():
@@ -154,7 +155,7 @@ def _restore(model: nn.Module, name: str, value: Tensor, path: Path) -> None:
     try:
         old = get_tensor(model, name)
     except AttributeError:
-        raise CheckpointError(f"{path} holds {name}, which the model doesn't have") from None
+        raise CheckpointError(f"{path} holds {name}, which the model doesn't have: {_START_OVER}") from None
     if (old.shape, old.dtype) == (value.shape, value.dtype):
         old.detach().copy_(value)  # in place, for other modules that hold it too
     else:

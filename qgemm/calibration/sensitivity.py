@@ -75,12 +75,7 @@ def sensitivity(
     """
     check_batches(data)
     check_model(model)
-    if isinstance(schemes, Mapping) or not isinstance(schemes, str | QuantScheme | Iterable):
-        raise TypeError(f"schemes is {shortened(schemes)}; it must be one scheme or several")
-    wanted = [schemes] if isinstance(schemes, str | QuantScheme) else list(schemes)
-    if not wanted:
-        raise ValueError("schemes is empty: name at least one")
-    resolved = [_measurable(resolve_scheme(scheme)) for scheme in wanted]
+    resolved = _measurable_schemes(schemes)
     with opened_attention(model):
         layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
         calls = as_calls(data, "data")
@@ -93,24 +88,7 @@ def sensitivity(
             for layer in layers
             for scheme in dict.fromkeys(layer.scheme_for(each) for each in resolved)
         ]
-        outputs = _Outputs()
-        hidden = None if progress is None else not progress
-        with (
-            tqdm(total=len(calls) * len(trials), desc="sensitivity", unit="run", disable=hidden) as bar,
-            in_eval_mode(model),
-            without_cache(model),
-            torch.no_grad(),
-        ):
-            blocks = _Blocks(model, calls[0], layers)
-            for index, call in enumerate(calls):
-                masks = Masks.of(model, call.args, call.kwargs)
-                with blocks.recorded():
-                    output = model(*call.args, **call.kwargs)
-                outputs.expect(output, masks, index)
-                for trial in trials:
-                    with trial.running(model, masks), blocks.skipped_ahead_of(trial.layer):
-                        trial.damage += outputs.damage_of(model(*call.args, **call.kwargs))
-                    bar.update()
+        outputs = _run(model, calls, trials, progress)
     if unseen := list(dict.fromkeys(trial.layer.name for trial in trials if not trial.was_reached)):
         warn_user(f"{listed(unseen)} saw no tokens, so they weren't measured: add batches that reach them")
     records = tuple(trial.record(outputs) for trial in trials if trial.was_reached)
@@ -118,6 +96,29 @@ def sensitivity(
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return Sensitivity(outputs.metric, outputs.tokens, whole - sum(measured.values()), records)
+
+
+def _run(model: nn.Module, calls: Sequence[Call], trials: list[_Trial], progress: bool | None) -> _Outputs:
+    """Runs all ``trials`` on every batch; returns what they are measured against."""
+    outputs = _Outputs()
+    hidden = None if progress is None else not progress
+    with (
+        tqdm(total=len(calls) * len(trials), desc="sensitivity", unit="run", disable=hidden) as bar,
+        in_eval_mode(model),
+        without_cache(model),
+        torch.no_grad(),
+    ):
+        blocks = _Blocks(model, calls[0], [trial.layer for trial in trials])
+        for index, call in enumerate(calls):
+            masks = Masks.of(model, call.args, call.kwargs)
+            with blocks.recorded():
+                output = model(*call.args, **call.kwargs)
+            outputs.expect(output, masks, index)
+            for trial in trials:
+                with trial.running(model, masks), blocks.skipped_ahead_of(trial.layer):
+                    trial.damage += outputs.damage_of(model(*call.args, **call.kwargs))
+                bar.update()
+    return outputs
 
 
 class _Trial:
@@ -293,14 +294,19 @@ def _without_nan(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _measurable(scheme: QuantScheme) -> QuantScheme:
-    """The scheme, if nothing but rounding to nearest is needed for it."""
-    if scheme.outlier_columns:
-        raise ValueError(
-            f"scheme {scheme.name!r} needs outlier columns, which sensitivity doesn't choose: leave it out"
-        )
-    if scheme.needs_blocks:
-        raise ValueError(
-            f"scheme {scheme.name!r} needs scales of rotated inputs, which sensitivity doesn't compute: leave it out"
-        )
-    return scheme
+def _measurable_schemes(schemes: Any) -> list[QuantScheme]:
+    """The schemes to measure; raises ``ValueError`` for one that needs more than rounding to nearest."""
+    if isinstance(schemes, Mapping) or not isinstance(schemes, str | QuantScheme | Iterable):
+        raise TypeError(f"schemes is {shortened(schemes)}; it must be one scheme or several")
+    resolved = [resolve_scheme(each) for each in ([schemes] if isinstance(schemes, str | QuantScheme) else schemes)]
+    if not resolved:
+        raise ValueError("schemes is empty: name at least one")
+    for scheme in resolved:
+        needs = ""
+        if scheme.outlier_columns:
+            needs = "outlier columns, which sensitivity doesn't choose"
+        elif scheme.needs_blocks:
+            needs = "scales of rotated inputs, which sensitivity doesn't compute"
+        if needs:
+            raise ValueError(f"scheme {scheme.name!r} needs {needs}: leave it out")
+    return resolved

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qgemm.kernels.activations import ACTIVATIONS, MATMUL_ACTIVATIONS
 from qgemm.kernels.norms import Norm
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FORMATS, FP8, INT8, OPERANDS
 from qgemm.numerics.integers import cdiv
@@ -240,7 +240,7 @@ def check_block_scaled_linear(
     check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias, residual=residual)
 
 
-def check_weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None) -> None:
+def check_weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None = None) -> None:
     """Raises if ``weight_only_linear`` can't take these."""
     values, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size, has_int8, step = weight
     check_input(x, in_features)
@@ -273,7 +273,7 @@ def check_weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tenso
     if has_int8:
         check_length(min(group_size, in_features))
     if step is not None and not (has_int8 and zero_point is None):
-        raise ValueError("step is for int8_activations, and weights without a zero_point")
+        raise ValueError("step is for int8_activations, and weights without a zero_point: leave it out")
     _check_bias(bias, N)
     check_residual(residual, (*x.shape[:-1], N), x.dtype)
     check_same_device(

@@ -262,8 +262,7 @@ def block_scaled_linear(
 
 def quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> QuantizedRows:
     """``quantize_rows`` of checked arguments, as a value that several layers may ``multiply``."""
-    values, row_scale = _backend(x).quantize_rows(x, scale, zero_point)
-    return QuantizedRows(values, row_scale, zero_point)
+    return QuantizedRows(*_backend(x).quantize_rows(x, scale, zero_point))
 
 
 def multiply(

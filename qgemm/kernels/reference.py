@@ -33,7 +33,7 @@ from torch import Tensor
 from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.norms import Norm
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.numerics.blocks import BLOCK, grouped
 from qgemm.numerics.formats import FP8, INT4, INT8, OPERANDS
 from qgemm.numerics.groups import spread
@@ -70,7 +70,7 @@ def quantize_groups_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return q.flatten(1)[:, : x.shape[-1]].reshape(x.shape), scale.view(*x.shape[:-1], groups.shape[1])
 
 
-def weight_only_linear_reference(x: Tensor, weight: QuantizedWeight) -> Tensor:
+def weight_only_linear_reference(x: Tensor, weight: ScaledWeight) -> Tensor:
     """``x @ W.T + bias`` in the dtype of ``x``; ``W`` is ``weight.dequantize`` in float32.
 
     With ``weight.int8_activations``, rows are quantized, and sums of groups exact: ``int4_int8_linear_reference``.
@@ -81,7 +81,7 @@ def weight_only_linear_reference(x: Tensor, weight: QuantizedWeight) -> Tensor:
     return (product if weight.bias is None else product + weight.bias.float()).to(x.dtype)
 
 
-def int4_int8_linear_reference(x: Tensor, weight: QuantizedWeight) -> Tensor:
+def int4_int8_linear_reference(x: Tensor, weight: ScaledWeight) -> Tensor:
     """``row_scale * (sums[0] * scale[0] + sums[1] * scale[1] + ...) + bias`` in float32, rounded once.
 
     ``sums[g]``: exact int32 products of the quantized rows' group ``g`` and the weight's, less its zero points.

@@ -6,11 +6,13 @@ from torch import Tensor
 
 
 class QuantizedRows(NamedTuple):
-    """``x ~ (values - zero_point) * scale``, a scale for each row, which is the last dimension."""
+    """``x ~ values * scale``, a scale for each row, which is the last dimension.
+
+    With a zero point it is ``(values - zero_point) * scale``. What that adds to a product is the same for every row,
+    and is in the layer's bias.
+    """
 
     values: Tensor
     """int8 or float8_e4m3fn ``[..., K]``, contiguous."""
     scale: Tensor
     """float32 ``[...]``."""
-    zero_point: Tensor | None = None
-    """One int8 number, None for 0. What it adds to a product is the same for every row, and is in the layer's bias."""

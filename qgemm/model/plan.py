@@ -109,7 +109,10 @@ def _check_input_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] |
     given = input_scales or {}
     known = {name for layer in plan.layers if not layer.is_experts for name in layer.names}
     if foreign := [name for name in given if name not in known]:
-        raise ValueError(f"input_scales names {listed(foreign)}, but the model has no such linear layer")
+        raise ValueError(
+            f"input_scales names {listed(foreign)}, but the model has no such linear layer; "
+            "names are as in model.named_modules()"
+        )
     scales = {layer.name: given[name] for layer in plan.chosen for name in layer.names if name in given}
     if missing := [name for name in static if name not in scales]:
         name = static[missing[0]].name

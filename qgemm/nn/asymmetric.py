@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.nn.linear import QuantLinear
+from qgemm.nn.linear_layer import InputScale, parse_input_scale
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.zero_points import correction
@@ -40,6 +41,12 @@ class AsymmetricLinear(QuantLinear):
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether activations have a zero point."""
         return scheme.weight.format is INT8 and scheme.has_zero_point
+
+    def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
+        """Sets ``input_scale`` and ``input_zero_point``."""
+        super().take_input_scale(input_scale, device)
+        if input_scale is not None:
+            self.input_zero_point = frozen(parse_input_scale(input_scale, self.scheme, device)[1])
 
     def take_bias(self, bias: Tensor | None) -> None:
         """Sets ``bias`` to the float layer's minus the correction."""

@@ -84,10 +84,7 @@ class QuantLinear(LinearLayer):
         """Sets ``input_scale``, for a static scheme."""
         super().take_input_scale(input_scale, device)
         if input_scale is not None:
-            scale, zero_point = parse_input_scale(input_scale, self.scheme, device)
-            self.input_scale = frozen(scale)
-            if self.scheme.has_zero_point:
-                self.input_zero_point = frozen(zero_point)
+            self.input_scale = frozen(parse_input_scale(input_scale, self.scheme, device)[0])
 
     def compute(self, x: Tensor) -> Tensor:
         """One operator, which quantizes ``x``."""

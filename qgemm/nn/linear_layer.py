@@ -277,24 +277,23 @@ class LinearLayer(QuantLayer):
 
     def splits(self, style: Style, parts: int = 1) -> dict[str, Split]:
         """Rows, with the bias, or columns."""
-        names, split = (
-            ((*self.row_names, "bias"), Split(0, parts)) if style == "column" else (self.column_names, Split(1))
-        )
+        is_column = style == "column"
+        names = (*self.row_names, "bias") if is_column else self.column_names
+        split = Split(0, parts) if is_column else Split(1)
         return {name: split for name in names if self.stored(name) is not None}
 
     def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
         """If parts aren't whole groups of what shares a scale or a word."""
         if style == "expert":
             return "it is no mixture of experts"
-        is_column = style == "column"
-        length, step = (self.out_features, self.rows_in_step) if is_column else (self.in_features, self.columns_in_step)
-        if length % (size * parts * step):
-            what, blocks = (
-                "outputs" if is_column else "inputs",
-                f", {size * parts} blocks of {step}" if step > 1 else "",
-            )
-            return f"its {length} {what} aren't a multiple of {size * parts * step}{blocks}"
-        return ""
+        if style == "column":
+            what, length, step = "outputs", self.out_features, self.rows_in_step
+        else:
+            what, length, step = "inputs", self.in_features, self.columns_in_step
+        if length % (size * parts * step) == 0:
+            return ""
+        blocks = f", {size * parts} blocks of {step}" if step > 1 else ""
+        return f"its {length} {what} aren't a multiple of {size * parts * step}{blocks}"
 
     def take_shard(self, shard: Shard) -> None:
         """In row parallelism, one process alone adds the bias."""

@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.checks import FLOAT_DTYPES
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only.int8_config import MIN_ROWS_FOR_STEPS
 from qgemm.nn.linear_layer import LinearLayer, largest
 from qgemm.nn.parallel import Shard, Split, Style
@@ -27,7 +28,6 @@ from qgemm.scheme import QuantScheme
 
 # Values that are rounded at a time, in float32 and a copy or two.
 _PIECE = 1 << 24
-_FLOAT_SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class WeightOnlyLinear(LinearLayer):
@@ -60,7 +60,7 @@ class WeightOnlyLinear(LinearLayer):
     )  # fmt: skip
     whole_names: tuple[str, ...] = shared_names
     numbers: tuple[int, str, int, bool]
-    """What a ``QuantizedWeight`` has beside these."""
+    """What a ``ScaledWeight`` has beside these."""
     steps: RowSteps | None = None
     """Of the scales, in layers whose products make use of them."""
     weight: nn.Parameter
@@ -145,8 +145,8 @@ class WeightOnlyLinear(LinearLayer):
 
     def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """As ``QuantLayer``; scales in floats have any of the three dtypes."""
-        if name == "weight_scale" and self.weight_scale.dtype in _FLOAT_SCALES:
-            return dtype in _FLOAT_SCALES
+        if name == "weight_scale" and self.weight_scale.dtype in FLOAT_DTYPES:
+            return dtype in FLOAT_DTYPES
         return super().accepts_dtype(name, dtype)
 
     def check_weight(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> None:
@@ -234,7 +234,7 @@ class WeightOnlyLinear(LinearLayer):
         stored = weight, scale, zero_point, factor, order, bias
         assert scale is not None
         step = None if self.steps is None else self.steps.of(scale, x.numel() // max(self.in_features, 1))
-        return weight_only_linear(x, QuantizedWeight._make((*stored, *self.numbers, step)))
+        return weight_only_linear(x, ScaledWeight._make((*stored, *self.numbers, step)))
 
 
 def _beyond(zero_point: Tensor, form: Format) -> str:

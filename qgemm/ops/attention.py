@@ -11,14 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from qgemm.kernels.attention import dispatch
-from qgemm.kernels.attention.checks import (
-    AttentionCall,
-    PagedCall,
-    StoreCall,
-    check_decode_attention,
-    check_paged_attention,
-    check_store_in_pages,
-)
+from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
+from qgemm.kernels.attention.checks import check_decode_attention, check_paged_attention, check_store_in_pages
 from qgemm.ops.declare import operator
 
 

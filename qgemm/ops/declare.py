@@ -160,7 +160,9 @@ def _register_autograd(
 def _register_vmap(declared: Any, name: str, batched: Sequence[int]) -> None:
     def run(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
         if any(dim is not None for at, dim in enumerate(in_dims) if at not in batched):
-            raise NotImplementedError(f"{name} under vmap accepts a batch of x only, not of weights or scales")
+            raise NotImplementedError(
+                f"{name} under vmap accepts a batch of x only: call it once for each weight or scale"
+            )
         out: Tensor = declared(*(batch(at, each, info, in_dims) for at, each in enumerate(args)))
         return out, 0
 

@@ -18,49 +18,23 @@ def check_is_tensor(x: Any, name: str = "the layer's input") -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
 
 
-def seen_by_others(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    residual: Tensor | None = None,
-) -> bool:
-    """Whether a call concerns more than the operator's CPU or CUDA implementation.
+def seen_by_others(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call of an operator on ``x`` and ``others`` concerns more than its CPU or CUDA implementation.
 
-    That is: gradients, subclasses of Tensor, modes, ``torch.func``, autocast, tracing, a running profiler.
+    That is: a compiler, gradients, subclasses of Tensor, modes, ``torch.func``, autocast, tracing, a running profiler.
 
     Raises ``TypeError`` for an ``x`` that is no tensor.
     """
+    if torch.compiler.is_compiling():
+        return True
     check_is_tensor(x)
-    return (
-        not (x.is_cuda or x.is_cpu)
-        or not (type(x) in _PLAIN and type(weight) in _PLAIN and type(weight_scale) in _PLAIN)
-        or not (type(bias) in _PLAIN and type(input_scale) in _PLAIN and type(residual) in _PLAIN)
-        or (
-            torch.is_grad_enabled()
-            and (
-                x.requires_grad
-                or weight_scale.requires_grad
-                or (bias is not None and bias.requires_grad)
-                or (input_scale is not None and input_scale.requires_grad)
-                or (residual is not None and residual.requires_grad)
-            )
-        )
-        or _is_watched(x)
-    )
-
-
-def rows_seen_by_others(x: Tensor, *others: Tensor | None) -> bool:
-    """``seen_by_others`` for an operator on rows ``x``, whose other tensors may be None."""
-    check_is_tensor(x)
-    tensors = (x, *others)
-    return (
-        not (x.is_cuda or x.is_cpu)
-        or not all(type(tensor) in _PLAIN for tensor in tensors)
-        or (torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors))
-        or _is_watched(x)
-    )
+    if not (x.is_cuda or x.is_cpu):
+        return True
+    has_gradients = torch.is_grad_enabled()
+    for tensor in (x, *others):
+        if type(tensor) not in _PLAIN or (has_gradients and tensor is not None and tensor.requires_grad):
+            return True
+    return _is_watched(x)
 
 
 def _is_watched(x: Tensor) -> bool:

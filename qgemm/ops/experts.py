@@ -25,7 +25,7 @@ from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.moe.checks import check_experts, check_weight_only_experts
 from qgemm.ops.declare import operator
-from qgemm.ops.direct import rows_seen_by_others
+from qgemm.ops.direct import seen_by_others
 
 Experts: TypeAlias = ExpertWeights | WeightOnlyExperts
 
@@ -38,7 +38,7 @@ def quant_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
     """``torch.ops.qgemm.quant_experts``, past the dispatcher where nobody on that way would see the call."""
-    if _is_seen(x, top_k_index, top_k_weights, weights, residual):
+    if seen_by_others(x, top_k_index, top_k_weights, residual, *weights.tensors):
         operands = *weights.tensors, *_fields(weights.activation)
         out: Tensor = torch.ops.qgemm.quant_experts(x, top_k_index, top_k_weights, *operands, residual)
         return out
@@ -49,17 +49,11 @@ def weight_only_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
 ) -> Tensor:
     """``torch.ops.qgemm.weight_only_experts``, past the dispatcher where nobody on that way would see the call."""
-    if _is_seen(x, top_k_index, top_k_weights, weights, residual):
+    if seen_by_others(x, top_k_index, top_k_weights, residual, *weights.tensors):
         operands = *weights.tensors, *_fields(weights.activation), weights.format, weights.group_size
         out: Tensor = torch.ops.qgemm.weight_only_experts(x, top_k_index, top_k_weights, *operands, residual)
         return out
     return dispatch.weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
-
-
-def _is_seen(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Experts, residual: Tensor | None) -> bool:
-    if torch.compiler.is_compiling():
-        return True
-    return rows_seen_by_others(x, top_k_index, top_k_weights, residual, *weights.tensors)
 
 
 def _fields(a: GatedActivation) -> tuple[str, bool, float | None, float, float]:

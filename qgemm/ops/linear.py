@@ -27,12 +27,12 @@ from torch import Tensor
 
 from qgemm.kernels import asymmetric, checks, dispatch
 from qgemm.kernels.launch.plans import recall
-from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.rows import QuantizedRows
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch as weight_only
 from qgemm.numerics.blocks import dequantize_blocks
 from qgemm.ops.declare import operator
-from qgemm.ops.direct import rows_seen_by_others, seen_by_others
+from qgemm.ops.direct import seen_by_others
 
 
 def quant_linear(
@@ -62,7 +62,7 @@ def quant_linear(
     return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable=True)
 
 
-def weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None) -> Tensor:
+def weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None = None) -> Tensor:
     """``torch.ops.qgemm.weight_only_linear``, for less host time where it can be, as ``quant_linear``."""
     out: Tensor
     values, scale, zero_point, global_scale, input_order, bias = weight[:6]
@@ -117,7 +117,7 @@ def multiply(
     ``out_dtype [..., N]``, added to the rounded product.
     """
     out: Tensor
-    if torch.compiler.is_compiling() or rows_seen_by_others(q, row_scale, weight, weight_scale, bias, residual):
+    if seen_by_others(q, row_scale, weight, weight_scale, bias, residual):
         out = torch.ops.qgemm.multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)
     else:
         out = _multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)
@@ -219,8 +219,8 @@ def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function(x, weight, residual)`` for the operator's arguments: the fields of ``weight`` one by one."""
 
     def run(x: Tensor, *arguments: Any) -> Any:
-        fields = len(QuantizedWeight._fields)
-        return function(x, QuantizedWeight(*arguments[:fields]), *arguments[fields:])
+        fields = len(ScaledWeight._fields)
+        return function(x, ScaledWeight(*arguments[:fields]), *arguments[fields:])
 
     return run
 
@@ -256,7 +256,7 @@ _declare_layer(
     "Tensor? step=None, Tensor? residual=None) -> Tensor",
     _of_value(weight_only.weight_only_linear),
     _of_value(checks.check_weight_only_linear),
-    lambda dtype, *fields: QuantizedWeight._make((*fields[:5], None, *fields[5:], False, None)).dequantize(dtype),
+    lambda dtype, *fields: ScaledWeight._make((*fields[:5], None, *fields[5:], False, None)).dequantize(dtype),
     bias_at=6,
     residual_at=12,
     weight_at=slice(1, 6),

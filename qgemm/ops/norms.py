@@ -20,7 +20,7 @@ from qgemm.kernels import checks, dispatch
 from qgemm.kernels.norms import Norm
 from qgemm.numerics.formats import INT8, OPERANDS
 from qgemm.ops.declare import NO_GRADIENT, operator
-from qgemm.ops.direct import rows_seen_by_others
+from qgemm.ops.direct import seen_by_others
 
 _SUM = "Tensor? branch_weight, Tensor? weight, Tensor? bias, str norm, float eps"
 
@@ -35,7 +35,7 @@ def norm_quantize(
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.qgemm.norm_quantize``, past the dispatcher where nobody on that way would see the call."""
     out: tuple[Tensor, Tensor]
-    if torch.compiler.is_compiling() or rows_seen_by_others(x, weight, bias, input_scale):
+    if seen_by_others(x, weight, bias, input_scale):
         out = torch.ops.qgemm.norm_quantize(x, weight, bias, norm.kind, norm.eps, input_scale, dtype)
     else:
         out = dispatch.norm_quantize(x, weight, bias, norm, input_scale, dtype)
@@ -54,7 +54,7 @@ def add_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.qgemm.add_norm_quantize``, past the dispatcher where nobody on that way would see the call."""
     out: tuple[Tensor, Tensor, Tensor]
-    if torch.compiler.is_compiling() or rows_seen_by_others(x, residual, branch_weight, weight, bias, input_scale):
+    if seen_by_others(x, residual, branch_weight, weight, bias, input_scale):
         vectors = (branch_weight, weight, bias)
         out = torch.ops.qgemm.add_norm_quantize(x, residual, *vectors, norm.kind, norm.eps, input_scale, dtype)
     else:
@@ -71,7 +71,7 @@ def add_norm(
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.add_norm``, through ``torch.ops.qgemm.add_norm`` where somebody on that way would see the call."""
-    if not torch.compiler.is_compiling() and not rows_seen_by_others(x, residual, branch_weight, weight, bias):
+    if not seen_by_others(x, residual, branch_weight, weight, bias):
         return dispatch.add_norm(x, residual, branch_weight, weight, bias, norm)
     total, normed = torch.ops.qgemm.add_norm(x, residual, branch_weight, weight, bias, norm.kind, norm.eps)
     if residual is None and branch_weight is None:

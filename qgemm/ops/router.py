@@ -15,13 +15,13 @@ from qgemm.kernels import dispatch
 from qgemm.kernels.moe.checks import check_route
 from qgemm.kernels.routing import Routing
 from qgemm.ops.declare import gradients_through, operator
-from qgemm.ops.direct import rows_seen_by_others
+from qgemm.ops.direct import seen_by_others
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``torch.ops.qgemm.route``, past the dispatcher where nobody on that way would see the call."""
     out: tuple[Tensor, Tensor]
-    if torch.compiler.is_compiling() or rows_seen_by_others(logits, bias):
+    if seen_by_others(logits, bias):
         out = torch.ops.qgemm.route(logits, bias, *astuple(routing))
     else:
         out = dispatch.route(logits, routing, bias)

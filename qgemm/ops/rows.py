@@ -19,7 +19,7 @@ from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.hadamard import hadamard
 from qgemm.numerics.integers import cdiv
 from qgemm.ops.declare import NO_GRADIENT, gradients_through, operator
-from qgemm.ops.direct import rows_seen_by_others
+from qgemm.ops.direct import seen_by_others
 
 
 def activation_quantize(
@@ -27,7 +27,7 @@ def activation_quantize(
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.qgemm.activation_quantize``, past the dispatcher where nobody on that way would see the call."""
     out: tuple[Tensor, Tensor]
-    if torch.compiler.is_compiling() or rows_seen_by_others(x, input_scale):
+    if seen_by_others(x, input_scale):
         out = torch.ops.qgemm.activation_quantize(x, activation, gated, input_scale, dtype)
     else:
         out = dispatch.activation_quantize(x, activation, gated, input_scale, dtype)
@@ -37,7 +37,7 @@ def activation_quantize(
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     """``torch.ops.qgemm.activate``, past the dispatcher where nobody on that way would see the call."""
     out: Tensor
-    if torch.compiler.is_compiling() or rows_seen_by_others(x):
+    if seen_by_others(x):
         out = torch.ops.qgemm.activate(x, activation, gated)
     else:
         out = dispatch.activate(x, activation, gated)

@@ -109,12 +109,7 @@ def quantize_checkpoint(
             with _watched(opened, workspace), _interruptible(plan, workspace, resume):
                 with _prepared(plan, workspace, progress) as update:
                     shards = _Shards(opened, plan, workspace, save.metadata, update)
-                    count = max(0, len(shards.left) - 1)
-                    for worker in others[count:]:  # for whom no file is left
-                        worker.stop()
-                    for worker in others[:count]:
-                        worker.begin(workspace.lock)
-                    _write_shards(shards, devices[0], others[:count])
+                    _write_shards(shards, devices[0], others, workspace.lock)
                 errors = {layer: e for file in workspace.finished.values() for layer, e in file.errors.items()}
                 for name, text in plan.text_files(errors, save).items():
                     with workspace.create(name) as file:
@@ -224,8 +219,17 @@ class _Abandoned(Exception):
     """Another thread has failed, and says why."""
 
 
-def _write_shards(shards: _Shards, device: torch.device, workers: list[Worker]) -> None:
-    """Writes the files that are left, on ``device`` in this process, and in those of ``workers``, which end then."""
+def _write_shards(shards: _Shards, device: torch.device, workers: list[Worker], lock: BinaryIO) -> None:
+    """Writes the files that are left, on ``device`` in this process, and in those of ``workers``, which end then.
+
+    ``lock``: the file whose lock they hold meanwhile.
+    """
+    count = max(0, len(shards.left) - 1)
+    for worker in workers[count:]:  # for whom no file is left
+        worker.stop()
+    workers = workers[:count]
+    for worker in workers:
+        worker.begin(lock)
 
     def write_here(file: BinaryIO, shard: ShardPlan, *others: Any) -> dict[str, float]:
         return write_shard(file, shard, device, *others)

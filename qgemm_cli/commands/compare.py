@@ -17,10 +17,11 @@ from qgemm.streaming.float_tensors import FloatTensor
 from qgemm.streaming.source import open_source
 from qgemm_cli.layers import MATRICES, StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
+from qgemm_cli.pairing import pair_weights
 from qgemm_cli.patterns import collapse, natural_order, pattern_of
 from qgemm_cli.reading import Checkpoint, open_checkpoint
 from qgemm_cli.soundness import find_problems
-from qgemm_cli.weights import ConvertedExperts, pair_weights
+from qgemm_cli.weights import ConvertedExperts
 
 _VALUES = 1 << 24  # that are compared at a time: 64 MB in float32
 MOST_NAMES = 5

@@ -20,26 +20,25 @@ from qgemm_cli.patterns import collapse, pattern_of
 def quantize(
     source: Path,
     destination: Path,
+    *,
+    config: Path | None,
     scheme: Sequence[str],
     skip: Sequence[str],
     include: Sequence[str],
-    drop: Sequence[str],
     input_scales: Path | None,
-    statistics: Path | None,
     recipe: str | None,
-    config: Path | None,
+    statistics: Path | None,
     text: Path | None,
     samples: int,
     length: int,
-    device: str,
-    max_shard_size: int | str,
+    drop: Sequence[str],
     workers: int,
-    resume: bool,
-    progress: bool,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Writes the checkpoint; returns the document that ``--json`` prints."""
-    options: dict[str, Any] = {"device": device, "max_shard_size": max_shard_size}
-    options |= {"resume": resume, "progress": None if progress else False}
+    """Writes the checkpoint; returns the document that ``--json`` prints.
+
+    ``options``: those of ``quantize_checkpoint`` that ``quantize_calibrated`` has too.
+    """
     _check_one_gives_scales(input_scales, statistics, recipe, text)
     schemes: Any
     if config is None:
@@ -47,36 +46,31 @@ def quantize(
         methods = None if recipe is None else parse_recipe(recipe)
         scales = None if input_scales is None else read_json(input_scales)
         wanted = Quantization.of(schemes, skip=skip, include=include, input_scales=scales, recipe=methods)
+    elif scheme or skip or include or recipe is not None or input_scales is not None:
+        raise ValueError("--config replaces --scheme, --skip, --include, --input-scales and --recipe: omit those")
     else:
-        if scheme or skip or include or recipe is not None or input_scales is not None:
-            raise ValueError("--config replaces --scheme, --skip, --include, --input-scales and --recipe: omit those")
-        wanted = Quantization.load(config)
-        if wanted.device is not None or wanted.resume is not None:
-            raise ValueError(f"{config}: device and resume are options of the command: leave them out of the file")
+        wanted = _read_config(config)
         by_pattern = {shown_pattern(pattern): each and each.name for pattern, each in wanted.schemes.items()}
         schemes = [each.name for each in wanted.options] or by_pattern
     calibration = None if statistics is None else Calibration.load(statistics)
-    from_files = text is None and not wanted.goes_by_blocks(())
-    if drop and not from_files:
-        with_text = "--recipe" if text is None else "--text"
-        raise ValueError(f"--drop is for quantizing from files to files, without {with_text}: leave it out")
-    if workers > 1 and not from_files:
-        raise ValueError("--workers is for quantizing from files to files, without a text or a recipe: leave it out")
-    over = None if text is None else Windows(text, samples, length)
-    check_text(wanted, over, calibration)
-    windows = None
+    windows = None if text is None else Windows(text, samples, length)
+    from_files = windows is None and not wanted.goes_by_blocks(())
+    if not from_files:
+        _refuse_options_for_files(drop, workers, "--recipe" if windows is None else "--text")
+    check_text(wanted, windows, calibration)
+    count = None
     if from_files:
         given: dict[str, Any] = {name: getattr(wanted, name) for name in ("skip", "include", "input_scales")}
         given |= {"calibration": calibration, "drop": drop, "workers": workers}
         report = qgemm.quantize_checkpoint(source, destination, schemes, **given, **options)
     else:
-        report, windows = quantize_calibrated(source, destination, wanted, over, **options)
+        report, count = quantize_calibrated(source, destination, wanted, windows, **options)
     return {
         "source": str(source),
         "destination": str(destination),
         "scheme": schemes,
         "recipe": report.recipe,
-        "windows": windows,
+        "windows": count,
         "quantized": len(report.quantized),
         "kept": len(report.kept),
         "coverage": report.coverage,
@@ -85,6 +79,21 @@ def quantize(
         "largest_error": report.largest_error,
         "layers": report.to_dict()["records"],
     }
+
+
+def _read_config(path: Path) -> Quantization:
+    wanted = Quantization.load(path)
+    if wanted.device is not None or wanted.resume is not None:
+        raise ValueError(f"{path}: device and resume are options of the command: leave them out of the file")
+    return wanted
+
+
+def _refuse_options_for_files(drop: Sequence[str], workers: int, why: str) -> None:
+    """Raises ``ValueError`` for options of the way from files to files; ``why``: the option that takes the other."""
+    if drop:
+        raise ValueError(f"--drop is for quantizing from files to files, without {why}: leave it out")
+    if workers > 1:
+        raise ValueError("--workers is for quantizing from files to files, without a text or a recipe: leave it out")
 
 
 def _check_one_gives_scales(

@@ -19,7 +19,7 @@ from cli.command import run, run_failing, run_json, write_checkpoint
 from qgemm.checkpoint.name_ranges import expand
 from qgemm.numerics.formats import INT8
 from qgemm_cli.logits import compare_logits
-from qgemm_cli.weights import match_names
+from qgemm_cli.pairing import match_names
 
 UP = "model.layers.0.mlp.up_proj"
 TEXT = " ".join("abcdefghijklmnop"[i * 7 % 16] for i in range(150))

@@ -6,7 +6,7 @@ import torch
 from assumed_devices import META, Case
 
 from qgemm.kernels.attention import launcher
-from qgemm.kernels.attention.checks import AttentionCall, PagedCall, StoreCall
+from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
 
 ATTEND, PAGED = ("_attend_kernel",), ("_attend_paged_kernel",)
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32

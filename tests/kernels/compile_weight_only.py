@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from assumed_devices import META, Case
 
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import float_launcher
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.integers import cdiv
@@ -52,7 +52,7 @@ def multiply(M: int, K: int, format: str, group: int, scale: torch.dtype, dtype:
     empty = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=META)  # noqa: E731
     width, storage = (packed_width(K), torch.uint8) if form.bits == 4 else (K, form.storage)
     groups = cdiv(K, group)
-    weight = QuantizedWeight(
+    weight = ScaledWeight(
         empty(N, width, dtype=storage),
         empty(N, groups, dtype=scale),
         empty(N, groups, dtype=torch.int8) if zeros else None,

@@ -6,7 +6,7 @@ import torch
 from assumed_devices import META, Case
 
 from qgemm.kernels.launch.device import DeviceLimits
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import int8_launcher
 from qgemm.kernels.weight_only.int8_config import select_config
 
@@ -69,7 +69,7 @@ def layer(M: int, N: int, K: int, size: int, asymmetric: bool, steps: bool = Fal
     bias = meta((N,), torch.bfloat16) if asymmetric else None
     x, scale = meta((M, K), torch.bfloat16), meta((N, groups), torch.bfloat16)
     step = meta((N,), torch.float32) if steps else None
-    stored = QuantizedWeight(weight, scale, zero_point, None, None, bias, K, "int4", size, True, step)
+    stored = ScaledWeight(weight, scale, zero_point, None, None, bias, K, "int4", size, True, step)
     plan = int8_launcher._make_plan(x, stored, has_residual=True)
     out = meta((M, N), torch.bfloat16)
     tensors = (x, weight, scale, bias, step if steps else zero_point, out, out)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from qgemm.kernels import decode_attention, quantize_rows
 from qgemm.kernels.attention import launcher
-from qgemm.kernels.attention.checks import MAX_QUERIES, AttentionCall
+from qgemm.kernels.attention.call import AttentionCall
+from qgemm.kernels.attention.checks import MAX_QUERIES
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.reference import decode_attention_reference
 from tests.kernels.devices import H200

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qgemm.kernels import decode_attention, paged_attention, store_in_pages
 from qgemm.kernels.attention import launcher
-from qgemm.kernels.attention.checks import PagedCall, StoreCall
+from qgemm.kernels.attention.call import PagedCall, StoreCall
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.reference import paged_attention_reference, quantize_rows_reference
 from tests.kernels.devices import H200

@@ -8,8 +8,8 @@ from numerics.test_groups import DTYPES, stored
 from torch import Tensor
 
 from qgemm.kernels.launch.plans import recall
-from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.reference import weight_only_linear_reference
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch, float_launcher
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
@@ -41,7 +41,7 @@ def before_garbage(tensor: Tensor) -> Tensor:
 
 
 def operands(kind: str, device: torch.device) -> tuple[dict[str, Any], Tensor]:
-    """The fields of a ``QuantizedWeight``, and the float64 weight that they stand for.
+    """The fields of a ``ScaledWeight``, and the float64 weight that they stand for.
 
     Scales of int4 and int8 are of either sign.
     """
@@ -76,7 +76,7 @@ def test_products(compute: Any, kind: str, dtype: torch.dtype, device: torch.dev
     arguments, weight = operands(kind, device)
     for shape in [(3, K), (K,), (2, 3, K), (0, K)]:
         x = torch.randn(shape, device=device).to(dtype)
-        out = compute(x, QuantizedWeight(**arguments))
+        out = compute(x, ScaledWeight(**arguments))
         assert out.dtype == dtype
         assert out.shape == (*shape[:-1], N)
         exact = x.double() @ weight.t() + arguments["bias"].double()
@@ -100,7 +100,7 @@ def test_kernels_for_every_gpu(rows: int, kind: str, dtype: torch.dtype, device:
     x = torch.randn(rows, K + 1, device=device).to(dtype)[:, 1:]
     residual = torch.randn(rows, N, device=device).to(dtype)
     bias = arguments["bias"].to(dtype)
-    out = float_launcher.weight_only_linear(x, QuantizedWeight(**{**arguments, "bias": bias}), residual)
+    out = float_launcher.weight_only_linear(x, ScaledWeight(**{**arguments, "bias": bias}), residual)
     assert out.dtype == dtype
     exact = x.double() @ weight.t() + bias.double()
     size = x.double().abs() @ weight.abs().t() + bias.double().abs() + residual.double().abs()
@@ -111,14 +111,14 @@ def test_kernels_for_every_gpu(rows: int, kind: str, dtype: torch.dtype, device:
 def test_factors_that_lie_apart(rows: int, device: torch.device) -> None:
     arguments, _ = operands("nvfp4", device)
     x, factors = torch.randn(rows, K, device=device), arguments["global_scale"]
-    apart = QuantizedWeight(**{**arguments, "global_scale": torch.stack((factors, factors * 2), dim=1)[:, 0]})
-    beside = float_launcher.weight_only_linear(x, QuantizedWeight(**arguments))
+    apart = ScaledWeight(**{**arguments, "global_scale": torch.stack((factors, factors * 2), dim=1)[:, 0]})
+    beside = float_launcher.weight_only_linear(x, ScaledWeight(**arguments))
     assert torch.equal(float_launcher.weight_only_linear(x, apart), beside)
 
 
 def test_negative_views_are_read_by_their_values(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
-    weight = QuantizedWeight(**operands("int4", device)[0])
+    weight = ScaledWeight(**operands("int4", device)[0])
     x, residual = torch.randn(3, K, device=device), torch.randn(3, N, device=device)
     out = dispatch.weight_only_linear(torch._neg_view(-x), weight, torch._neg_view(-residual))
     assert torch.equal(out, dispatch.weight_only_linear(x, weight, residual))
@@ -127,7 +127,7 @@ def test_negative_views_are_read_by_their_values(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("shape", [(3, K), (2, 2, K)])
 def test_a_call_like_another_is_recalled(shape: tuple[int, ...], adds: bool, device: torch.device) -> None:
-    weight = QuantizedWeight(**operands("int4", device)[0])
+    weight = ScaledWeight(**operands("int4", device)[0])
     weight = weight._replace(bias=weight.bias.bfloat16())
     tensors, what = (weight.values, weight.scale, weight.bias, weight.zero_point), weight[6:10]
     x, other = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
@@ -150,13 +150,13 @@ def test_a_row_with_nan_is_one_of_nan(kind: str, device: torch.device) -> None:
     for value in (torch.nan, torch.inf):
         x = torch.randn(4, K, device=device, dtype=torch.bfloat16)
         x[1, 5] = value
-        out = weight_only_linear(x, QuantizedWeight(**arguments))
+        out = weight_only_linear(x, ScaledWeight(**arguments))
         assert not out[1].isfinite().any() or "int" in kind or "fp4" in kind  # inf times a weight of 0 is NaN, of 1 Inf
         assert out[[0, 2, 3]].isfinite().all()
 
 
 def test_autocast_keeps_the_dtype_of_x(device: torch.device) -> None:
-    weight = QuantizedWeight(**operands("int4", device)[0])
+    weight = ScaledWeight(**operands("int4", device)[0])
     x = torch.randn(3, K, device=device)
     for rows in (x, x.repeat(30, 1)):  # more than a GPU multiplies by the stored weight
         with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -193,13 +193,13 @@ def test_what_is_refused(changes: dict[str, Any], message: str, device: torch.de
     good["step"] = None
     changed = {**good, **{name: change(good[name]) for name, change in changes.items()}}
     with pytest.raises((TypeError, ValueError), match=message):
-        weight_only_linear(changed.pop("x"), QuantizedWeight(**changed))
+        weight_only_linear(changed.pop("x"), ScaledWeight(**changed))
 
 
 @KIND
 def test_pieces_on_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, exact = operands(kind, torch.device("cpu"))
-    weight = QuantizedWeight(**arguments)
+    weight = ScaledWeight(**arguments)
     x = torch.randn(3, K)
     whole = weight_only_linear(x, weight)
     monkeypatch.setattr("qgemm.kernels.weight_only.cpu._PIECE", 7 * K)  # the last one has five rows
@@ -214,7 +214,7 @@ def test_every_stored_value_on_a_cpu(format: str) -> None:
     stored = torch.arange(256, dtype=torch.uint8).repeat(2)[None, : 256 if form.bits == 4 else None]
     stored = stored.view(form.storage) if form.bits == 8 else stored
     columns = 512
-    weight = QuantizedWeight(stored, torch.ones(1, 1), None, None, None, None, columns, format, columns)
+    weight = ScaledWeight(stored, torch.ones(1, 1), None, None, None, None, columns, format, columns)
     out = weight_only_linear(torch.eye(columns), weight)
     exact = form.decode(unpack_codes(stored, columns)) if form.bits == 4 else stored.float()
     for column in range(columns):

@@ -10,7 +10,7 @@ from kernels.test_weight_only import before_garbage
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.plans import PlanCache
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import float_launcher
 from qgemm.kernels.weight_only.config import TILES, FewRowsRing, Stored, Tiles
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
@@ -142,7 +142,7 @@ def check(
     bias = (torch.randn(N, device=device) * large).to(dtype)
     zero_point = None if zero_point is None else before_garbage(zero_point)
     stored_scale = before_garbage(store_scale(scale, scale_dtype, unit))
-    layer = QuantizedWeight(weight, stored_scale, zero_point, unit, None, bias, K, format, size)
+    layer = ScaledWeight(weight, stored_scale, zero_point, unit, None, bias, K, format, size)
     out = weight_only_linear(x, layer, residual)
     wanted = x.double() @ exact.t() + bias.double() + residual.double()
     floats = torch.nn.functional.linear(x, exact.to(dtype), bias) + residual
@@ -161,7 +161,7 @@ def test_scales_may_begin_anywhere(device: torch.device) -> None:
     x = torch.randn(3, 1024, device=device, dtype=torch.bfloat16)
     outs = []
     for each in (scale[:-1], scale[1:], scale[1:].clone()):
-        layer = QuantizedWeight(values, each.view(N, 8), None, None, None, None, 1024, "int4", 128)
+        layer = ScaledWeight(values, each.view(N, 8), None, None, None, None, 1024, "int4", 128)
         outs.append(weight_only_linear(x, layer))
     assert torch.equal(outs[1], outs[2])
     assert not torch.equal(outs[0], outs[1])
@@ -228,7 +228,7 @@ def test_counts_are_zeros_again(M: int, N: int, K: int, device: torch.device) ->
     skip_elsewhere(device)
     weight = torch.randint(0, 256, (N, packed_width(K)), dtype=torch.uint8, device=device)
     scale = torch.rand(N, cdiv(K, 128), device=device).bfloat16()
-    layer = QuantizedWeight(weight, scale, None, None, None, None, K, "int4", 128)
+    layer = ScaledWeight(weight, scale, None, None, None, None, K, "int4", 128)
     x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
     wanted, graphs, outs = weight_only_linear(x, layer), [], []
     for _ in range(2):
@@ -257,7 +257,7 @@ def test_slots_are_written_again_only_when_they_were_read(M: int, has_zeros: boo
     for _ in range(300):
         copy = torch.empty_like(values).copy_(values)
         torch.cuda.synchronize()  # weights are read while the kernels ahead in the stream may still run
-        layer = QuantizedWeight(copy, scale, zero_point, None, None, None, K, "int8", 128)
+        layer = ScaledWeight(copy, scale, zero_point, None, None, None, K, "int8", 128)
         out = weight_only_linear(x, layer)
         first = out if first is None else first
         wrong += (out != first).any()

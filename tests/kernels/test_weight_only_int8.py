@@ -15,8 +15,8 @@ from torch import Tensor
 
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.plans import PlanCache
-from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.reference import int4_int8_linear_reference, quantize_rows_reference
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch, int8_cpu, int8_launcher
 from qgemm.kernels.weight_only.int8_config import MAX_FEW_ROWS, MAX_STAGES, Int8Config, select_config
 from qgemm.kernels.weight_only.int8_launcher import MAX_K, weight_only_linear
@@ -56,7 +56,7 @@ def make(
     asymmetric: bool = False,
     exact: bool = False,
     in_steps: bool = False,
-) -> QuantizedWeight:
+) -> ScaledWeight:
     """Of random values. ``exact``: with scales that round nothing, and no bias. ``in_steps``: that are multiples."""
     q = torch.randint(-8, 8, (N, K), dtype=torch.int8, device=device)
     shape = N, cdiv(K, size)
@@ -69,7 +69,7 @@ def make(
         scale, step = torch.randint(1, 17, shape, device=device) * step, step.flatten()
     zero_point = torch.randint(-8, 9, shape, dtype=torch.int8, device=device) if asymmetric else None
     bias = None if exact else torch.randn(N, device=device).bfloat16()
-    return QuantizedWeight(
+    return ScaledWeight(
         pack_codes(INT4.to_codes(q)), scale.bfloat16(), zero_point, None, None, bias, K, "int4", size, True, step
     )
 
@@ -112,7 +112,7 @@ def test_as_accurate_as_the_reference(
         assert_as_accurate(compute(x, layer), reference, exact_product(x, layer))
 
 
-def exact_product(x: Tensor, layer: QuantizedWeight) -> Tensor:
+def exact_product(x: Tensor, layer: ScaledWeight) -> Tensor:
     """In float64, of the quantized rows."""
     q, row_scale = quantize_rows_reference(x)
     values = INT4.decode(unpack_codes(layer.values, layer.in_features)).double()
@@ -162,7 +162,7 @@ def test_a_row_with_nan_or_inf_is_one_of_nan(compute: Compute, value: float, dev
     assert out[[0, 2]].isfinite().all()
 
 
-def extreme(kind: str, K: int, size: int, device: torch.device) -> QuantizedWeight:
+def extreme(kind: str, K: int, size: int, device: torch.device) -> ScaledWeight:
     """Rows of the largest differences of either sign; of ``steps``, all scales are the largest multiple of one."""
     N = 264 if device.type == "cuda" else 8
     shape = N, cdiv(K, size)
@@ -174,10 +174,10 @@ def extreme(kind: str, K: int, size: int, device: torch.device) -> QuantizedWeig
     scale = torch.full(shape, MAX_STEPS if kind == "steps" else 1, dtype=torch.bfloat16, device=device)
     step = torch.ones(N, device=device) if kind == "steps" else None
     values = pack_codes(INT4.to_codes(q))
-    return QuantizedWeight(values, scale, zero_point, None, None, None, K, "int4", size, True, step)
+    return ScaledWeight(values, scale, zero_point, None, None, None, K, "int4", size, True, step)
 
 
-def extreme_rows(M: int, layer: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+def extreme_rows(M: int, layer: ScaledWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """All 127 or -127, or half of them each."""
     K = layer.in_features
     x = torch.full((M, K), 127, dtype=dtype, device=layer.values.device)
@@ -187,7 +187,7 @@ def extreme_rows(M: int, layer: QuantizedWeight, dtype: torch.dtype = torch.floa
     return x
 
 
-def exact_sums(x: Tensor, layer: QuantizedWeight) -> Tensor:
+def exact_sums(x: Tensor, layer: ScaledWeight) -> Tensor:
     """The products by int64, where quantized rows are ``x`` itself: of groups, then added in float32."""
     q = INT4.decode(unpack_codes(layer.values, layer.in_features)[:2]).long()  # all others are as these
     if layer.zero_point is not None:

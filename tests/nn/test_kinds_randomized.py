@@ -10,7 +10,6 @@ import torch
 from families.schemes import EVERY_LAYER, input_scale_for
 from torch import Tensor, nn
 
-from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.reference import (
     block_scaled_mm_reference,
     quantize_groups_reference,
@@ -18,6 +17,7 @@ from qgemm.kernels.reference import (
     scaled_mm_reference,
     weight_only_linear_reference,
 )
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.nn import AsymmetricLinear, BlockScaledLinear, LinearLayer, OutlierLinear, RotatedLinear, linear_class
 from qgemm.numerics.hadamard import hadamard
 from qgemm.scheme import resolve_scheme
@@ -109,7 +109,7 @@ def _of_weights(layer: LinearLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     scheme, size = layer.scheme, layer.scheme.weight.group_size or layer.in_features
     names = ("weight", "weight_scale", "weight_zero_point", "weight_global_scale", "input_order", "bias")
     has_int8 = scheme.activation is not None
-    whole = QuantizedWeight(*map(layer.stored, names), layer.in_features, scheme.weight.dtype, size, has_int8)
+    whole = ScaledWeight(*map(layer.stored, names), layer.in_features, scheme.weight.dtype, size, has_int8)
     added = 0 if layer.bias is None else layer.bias.double()
     if has_int8:
         q, scale = quantize_rows_reference(x)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from qgemm.kernels import asymmetric, dispatch
 from qgemm.kernels.norms import Norm
-from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.rotary import dispatch as rotary
 from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch as weight_only
 from qgemm.numerics.hadamard import hadamard
 from qgemm.ops import linear
@@ -133,7 +133,7 @@ def add_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def function_of(variant: str) -> Any:
     name = variant.split()[0]
     elsewhere = {
-        "weight_only_linear": lambda x, *a: weight_only.weight_only_linear(x, QuantizedWeight(*a[:11]), *a[11:]),
+        "weight_only_linear": lambda x, *a: weight_only.weight_only_linear(x, ScaledWeight(*a[:11]), *a[11:]),
         "hadamard": hadamard,
         "rotary_angles": rotary.rotary_angles,
         "rotate": lambda *a: rotary.rotate(RotaryCall(*a)),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qgemm.integrations.vllm.names import FOLDED_BIAS, STEP
 from qgemm.integrations.vllm.sizes import Sizes
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.nn.asymmetric import AsymmetricLinear
 from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.kinds import linear_class
@@ -83,7 +83,7 @@ def _blocks(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tenso
 
 def _weight_only(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
     tensors = [get(name) for name in WeightOnlyLinear.operands[:-1]]
-    return weight_only_linear(x, QuantizedWeight._make((*tensors, bias, *sizes.numbers, get(STEP))))
+    return weight_only_linear(x, ScaledWeight._make((*tensors, bias, *sizes.numbers, get(STEP))))
 
 
 _PRODUCTS: dict[type[LinearLayer], Callable[..., Tensor]] = {

@@ -40,7 +40,7 @@ class Sizes:
 
     @property
     def numbers(self) -> tuple[int, str, int, bool]:
-        """What a ``QuantizedWeight`` has beside tensors."""
+        """What a ``ScaledWeight`` has beside tensors."""
         weight = self.scheme.weight
         return self.own_K, weight.dtype, weight.group_size or max(self.own_K, 1), self.scheme.activation is not None
 

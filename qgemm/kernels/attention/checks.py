@@ -1,38 +1,15 @@
-"""What the functions of ``dispatch`` take: arguments as one value, and what is wrong with them."""
-
-from typing import NamedTuple
+"""What attention to a cache takes; the form of the checks is that of ``kernels/checks.py``."""
 
 import torch
 from torch import Tensor
 
+from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
 from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided, conversion, names_of
 from qgemm.numerics.formats import INT8
 
 MAX_QUERIES = 16  # positions of a sequence that decode_attention takes at a time
 MAX_HEAD_SIZE = 512
 _TAKES_MORE = "torch.nn.functional.scaled_dot_product_attention takes more"
-
-
-class AttentionCall(NamedTuple):
-    """The arguments of a call, in the order of the operator's; see ``dispatch.decode_attention``."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    length: Tensor
-    start: Tensor | None
-    sinks: Tensor | None
-    scale: float
-    softcap: float
-    window: int
-    max_length: int
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that are tensors, or may be."""
-        return self[:8]
 
 
 def check_decode_attention(call: AttentionCall) -> None:
@@ -97,30 +74,6 @@ def _check_scores(sinks: Tensor | None, Hq: int, softcap: float, window: int) ->
         raise ValueError(f"window is {window}; it must be 0, for none, or a number of keys")
 
 
-class PagedCall(NamedTuple):
-    """The arguments of a call, in the order of the operator's; see ``dispatch.paged_attention``."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    query_starts: Tensor
-    key_starts: Tensor
-    pages: Tensor | None
-    sinks: Tensor | None
-    scale: float
-    softcap: float
-    window: int
-    max_queries: int
-    max_keys: int
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that are tensors, or may be."""
-        return self[:9]
-
-
 def check_paged_attention(call: PagedCall) -> None:
     """Raises if ``paged_attention`` can't take it."""
     q, k, v, k_scale, v_scale, query_starts, key_starts, pages, sinks, _, softcap, window, max_queries, max_keys = call
@@ -153,19 +106,6 @@ def check_paged_attention(call: PagedCall) -> None:
         raise ValueError(f"max_keys is {max_keys}; it must be the most keys that a sequence has, at least 1")
     starts = {"query_starts": query_starts, "key_starts": key_starts}
     check_same_device(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, **starts, pages=pages, sinks=sinks)
-
-
-class StoreCall(NamedTuple):
-    """The arguments of a call, in the order of the operator's; see ``dispatch.store_in_pages``."""
-
-    key: Tensor
-    value: Tensor
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    key_starts: Tensor | None
-    pages: Tensor
 
 
 def check_store_in_pages(call: StoreCall) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qgemm.kernels.attention.checks import AttentionCall, PagedCall, StoreCall
+from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
 from qgemm.kernels.cpu import quantize_rows
 
 

@@ -10,14 +10,8 @@ from torch import Tensor
 
 from qgemm.kernels import checks
 from qgemm.kernels.attention import cpu
-from qgemm.kernels.attention.checks import (
-    AttentionCall,
-    PagedCall,
-    StoreCall,
-    check_decode_attention,
-    check_paged_attention,
-    check_store_in_pages,
-)
+from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
+from qgemm.kernels.attention.checks import check_decode_attention, check_paged_attention, check_store_in_pages
 
 
 def decode_attention(

@@ -13,18 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qgemm.kernels.attention.checks import (
-    AttentionCall,
-    PagedCall,
-    StoreCall,
-    check_decode_attention,
-    check_paged_attention,
-    check_store_in_pages,
-)
+from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
+from qgemm.kernels.attention.checks import check_decode_attention, check_paged_attention, check_store_in_pages
 from qgemm.kernels.attention.kernels import _attend_kernel, _combine_kernel
 from qgemm.kernels.attention.paged_kernels import _attend_paged_kernel, _combine_paged_kernel, _store_kernel
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
-from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.launch import MAX_ROWS_TO_OVERLAP, Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
@@ -35,7 +29,6 @@ BLOCK_BYTES = 8192  # of keys
 FEW_KEYS = 64
 PROGRAMS_PER_SM = 4  # that there should be
 MAX_COMBINED = 8192  # values at a time
-MAX_TOKENS_TO_OVERLAP = 64  # see quantize.MAX_ROWS_TO_OVERLAP
 # Of prompts: BLOCK_R, BLOCK_N, num_warps and num_stages, by the BLOCK_D up to which registers suffice.
 PROMPT_BLOCKS = {128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
 PROMPT_BLOCKS_HOPPER = {128: (64, 64, 4, 3), 256: (64, 32, 8, 3)}
@@ -169,7 +162,7 @@ def _make_plan(call: AttentionCall) -> Plan:
         strides += (0, 0, 0) if each is None else each.stride()
     for each in (length, start):
         strides.append(0 if each is None or each.shape[0] == 1 else each.stride(0))
-    next_early = limits.pdl and B * S <= MAX_TOKENS_TO_OVERLAP
+    next_early = limits.pdl and B * S <= MAX_ROWS_TO_OVERLAP
     attend = Launch(
         _attend_kernel, heads * parts, (parts, max_length, Hkv, *strides),
         (S, group, D, scale, softcap, window, parts > 1, block_r, block_n, block_d, limits.pdl, next_early),
@@ -210,7 +203,7 @@ def _make_paged_plan(call: PagedCall, tokens: int) -> PagedPlan:
     longest = min(max_keys, window + few - 1) if window else max_keys
     block = _block(few * group, block_d, k.dtype, B * Hkv * longest // limits.num_sms, limits)
     parts = _parts(max(1, B * Hkv * cdiv(few * group, block[0])), longest, block[1], limits)
-    next_early = limits.pdl and many is None and B * few <= MAX_TOKENS_TO_OVERLAP
+    next_early = limits.pdl and many is None and B * few <= MAX_ROWS_TO_OVERLAP
     attend_few = attend(False, parts, block, next_early)
     if parts == 1:
         return PagedPlan(Plan(attend_few, None, 1), many)

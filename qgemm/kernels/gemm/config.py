@@ -213,7 +213,37 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     program may have, in one group (of Hopper's kernel: two), its pipeline fits in shared memory, its accumulator in
     registers, Stream-K has integers to add, and Hopper's kernel has its instructions.
     """
-    if config.schedule == "specialized" and not (
+    if config.schedule == "specialized":
+        if not _hopper_runs(config, itemsize, limits):
+            return False
+        columns, bytes_of_k, sums = config.widths, config.block_k, config.sums
+        groups = (1, 2) if config.block_m >= 64 else (1,)
+    else:
+        columns, bytes_of_k, sums = (config.block_n,), config.block_k * itemsize, config.block_m * config.block_n
+        groups = (1,)
+        if config.promotes or (config.schedule == "streamk" and itemsize > 1):
+            return False
+    blocks = (config.block_m, *columns, config.block_k)
+    # Of a thread, for sums: 128 are too many where operands take registers, too, which those of ``wgmma`` don't. Groups
+    # that take turns load scales afterwards, a few at a time.
+    registers = (192 if config.groups == 2 or config.promotes else 128) if limits.hopper else 64
+    shared_memory = config.shared_memory(itemsize)
+    if limits.warp_size == 64:
+        shared_memory += shared_memory // 32  # for AMD Triton pads blocks, from 3.9 on, by up to so much
+    return (
+        all(block >= 16 and block & (block - 1) == 0 for block in blocks)
+        and bytes_of_k >= 32
+        and config.num_warps in (1, 2, 4, 8, 16)
+        and config.groups in groups
+        and min(config.num_stages, config.group_size_m) >= 1
+        and shared_memory <= limits.shared_memory
+        and sums <= registers * config.num_warps * limits.warp_size
+    )
+
+
+def _hopper_runs(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
+    """Whether Hopper's kernel has code for such a config, on a device that has its instructions."""
+    return (
         limits.hopper
         and itemsize <= 2
         and config.num_warps == _warps_of(config)
@@ -221,28 +251,6 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
         and limits.hopper_rows <= config.block_m <= 256
         and config.widths[0] <= 128 <= config.block_k
         and config.num_stages >= 2
-    ):
-        return False
-    cols = config.widths if config.schedule == "specialized" else (config.block_n,)
-    blocks = (config.block_m, *cols, config.block_k)
-    # Of a thread, for sums: 128 are too many where operands take registers, too, which those of ``wgmma`` don't. Groups
-    # that take turns load scales afterwards, a few at a time.
-    registers = (192 if config.groups == 2 or config.promotes else 128) if limits.hopper else 64
-    sums = config.sums if config.schedule == "specialized" else config.block_m * config.block_n
-    shared_memory = config.shared_memory(itemsize)
-    if limits.warp_size == 64:
-        shared_memory += shared_memory // 32  # for AMD Triton pads blocks, from 3.9 on, by up to so much
-    return (
-        all(block >= 16 and block & (block - 1) == 0 for block in blocks)
-        and config.num_warps in (1, 2, 4, 8, 16)
-        and config.num_stages >= 1
-        and config.group_size_m >= 1
-        and config.groups in ((1, 2) if config.schedule == "specialized" and config.block_m >= 64 else (1,))
-        and (config.block_k if config.schedule == "specialized" else config.block_k * itemsize) >= 32
-        and not (config.promotes and config.schedule != "specialized")
-        and shared_memory <= limits.shared_memory
-        and sums <= registers * config.num_warps * limits.warp_size
-        and (itemsize == 1 or config.schedule != "streamk")
     )
 
 
@@ -348,7 +356,7 @@ def _suits(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> bool:
 
 
 @functools.cache
-def _valid_candidates(itemsize: int, limits: DeviceLimits, promotes: bool = False) -> list[GemmConfig]:
+def _valid_candidates(itemsize: int, limits: DeviceLimits, promotes: bool) -> list[GemmConfig]:
     configs = [for_operands(config, itemsize, promotes) for config in CANDIDATES + PROMOTED * promotes]
     return [config for config in configs if is_valid(config, itemsize, limits)]
 
@@ -364,7 +372,7 @@ def for_operands(config: GemmConfig, itemsize: int, promotes: bool) -> GemmConfi
 
 
 def _cycles(
-    config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits, block_scaled: bool = False
+    config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits, block_scaled: bool
 ) -> float:
     tiles = config.tiles(M, N)
     blocks = max(1, cdiv(K * itemsize if config.schedule == "specialized" else K, config.block_k))

@@ -149,7 +149,7 @@ def quant_linear_launch(
     weight: Tensor,
     epilogue_strides: tuple[int, int, int],
     limits: DeviceLimits,
-    block_strides: tuple[int, int] | None = None,
+    block_strides: tuple[int, int] | None,
 ) -> Launch:
     """A layer of rows ``x [M, K]``. ``epilogue_strides``: of the weight's scale, bias and residual.
 

@@ -39,12 +39,14 @@ def scaled_mm(
     """``dispatch.scaled_mm`` on a GPU."""
     if residual is not None:
         residual = with_contiguous_columns(residual)
-    return _launch(a, b, a_scale, b_scale, bias, None, out_dtype, config, constant_b, residual)
+    return _launch(
+        a, b, out_dtype, config, a_scale=a_scale, b_scale=b_scale, bias=bias, residual=residual, constant_b=constant_b
+    )
 
 
 def int_mm(a: Tensor, b: Tensor, config: GemmConfig | None = None) -> Tensor:
     """``dispatch.int_mm`` on a GPU."""
-    return _launch(a, b, None, None, None, None, torch.int32, config)
+    return _launch(a, b, torch.int32, config)
 
 
 def matmul(
@@ -56,24 +58,28 @@ def matmul(
     config: GemmConfig | None = None,
 ) -> Tensor:
     """``dispatch.matmul`` on a GPU."""
-    return _launch(a, b, None, None, bias, activation, out_dtype or a.dtype, config)
+    return _launch(a, b, out_dtype or a.dtype, config, bias=bias, activation=activation)
 
 
 def _launch(
     a: Tensor,
     b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    activation: str | None,
     out_dtype: torch.dtype,
     config: GemmConfig | None,
-    constant_b: bool = False,
+    *,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
+    activation: str | None = None,
+    constant_b: bool = False,
 ) -> Tensor:
     c = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     if c.numel():
-        product = plan_product(a, b, a_scale, b_scale, bias, activation, out_dtype, config, constant_b, residual)
+        product = plan_product(
+            a, b, out_dtype, config, a_scale=a_scale, b_scale=b_scale, bias=bias, residual=residual,
+            activation=activation, constant_b=constant_b,
+        )  # fmt: skip
         if product.takes_bytes:
             a, b = a.view(torch.int8), b.view(torch.int8)
         product.launch(a, b, c, a_scale, b_scale, bias, residual)
@@ -110,14 +116,15 @@ class StreamKLaunch:
 def plan_product(
     a: Tensor,
     b: Tensor,
+    out_dtype: torch.dtype,
+    config: GemmConfig | None = None,
+    *,
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype,
-    config: GemmConfig | None = None,
-    constant_b: bool = False,
-    residual: Tensor | None = None,
+    residual: Tensor | None,
+    activation: str | None = None,
+    constant_b: bool,
 ) -> Product:
     """The product of tensors like these, with a contiguous output of at least one value.
 

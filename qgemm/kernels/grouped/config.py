@@ -60,6 +60,16 @@ BY_ROWS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
 )
 
 
+def filled_groups(T: int, G: int) -> float:
+    """How many of ``G`` groups have any of ``T`` rows at random."""
+    return G * (1 - (1 - 1 / G) ** T)
+
+
+def rows_of_group(T: int, G: int) -> float:
+    """How many rows a group has that has any, on average."""
+    return T / filled_groups(T, G)
+
+
 def select_grouped_config(
     T: int,
     G: int,
@@ -78,8 +88,7 @@ def select_grouped_config(
     """
     limits = device_limits(device)
     hopper = hopper and limits.hopper
-    filled = G * (1 - (1 - 1 / G) ** T)
-    rows = T / filled
+    rows = rows_of_group(T, G)
     itemsize = 2 if dtype == FP8.storage and not limits.multiplies_fp8 else 1
     if hopper and rows > MAX_ROWS_BY_MEMORY_ON_HOPPER:
         return HOPPER if dtype == INT8.storage else HOPPER_FP8
@@ -87,7 +96,7 @@ def select_grouped_config(
         configs = [config for config in BLOCK_SCALED if is_valid(config, itemsize, limits)]
         return next(config for config in configs if config.block_m >= rows or config is configs[-1])
     if hopper or rows <= MAX_ROWS_BY_MEMORY:
-        narrow = filled * cdiv(N, 32) <= MAX_NARROW_PROGRAMS_PER_SM * limits.num_sms
+        narrow = filled_groups(T, G) * cdiv(N, 32) <= MAX_NARROW_PROGRAMS_PER_SM * limits.num_sms
         # A pipeline of 256 values a stage fills only once K is long.
         return _first_valid((NARROW[K < 2048 :] if narrow else WIDE), itemsize, limits)
     return next(_first_valid(configs, itemsize, limits) for most, configs in BY_ROWS if rows <= most)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qgemm.kernels.grouped.config import rows_of_group
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
@@ -41,16 +42,6 @@ class ManyTokens:
 def select_many_tokens(P: int, E: int) -> ManyTokens | None:
     """The tile for ``P`` rows that go to ``E`` experts at random; None where there are too few."""
     return ManyTokens(128, 32, 8, 3) if rows_of_group(P, E) > MIN_MANY_ROWS else None
-
-
-def filled_groups(P: int, E: int) -> float:
-    """How many of ``E`` groups have any of ``P`` rows at random."""
-    return E * (1 - (1 - 1 / E) ** P)
-
-
-def rows_of_group(P: int, E: int) -> float:
-    """How many rows a group has that has any, on average."""
-    return P / filled_groups(P, E)
 
 
 def many_tokens_launch(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qgemm.kernels.grouped.config import rows_of_group
 from qgemm.kernels.grouped.launcher import max_tiles
 from qgemm.kernels.grouped.weight_kernels import _grouped_weight_kernel
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
@@ -63,7 +64,7 @@ def stored_form(name: str, group_size: int, scale: torch.Tensor) -> StoredForm:
 def select_weight_config(T: int, G: int, form: StoredForm, device: torch.device) -> WeightConfig:
     """The config for ``T`` rows that go to ``G`` groups at random."""
     limits = device_limits(device)
-    rows = T / (G * (1 - (1 - 1 / G) ** T))
+    rows = rows_of_group(T, G)
     if limits.hopper and rows > BY_ROWS[-2][0]:
         return HOPPER
     configs = next(configs for most, configs in BY_ROWS if rows <= most)

@@ -2,7 +2,7 @@
 
 A kind is all that a plan depends on: the operation, dtypes, devices, sizes and strides of the tensors. Asking each
 tensor of a linear layer for each of them takes the host 2 us, and asking what else might want to see the call
-(``ops.seen_by_others``) nearly 1. PyTorch's own guards, those of ``torch.compile``, compare all of that in 0.3 us, and
+(``ops.direct``) more than 1. PyTorch's own guards, those of ``torch.compile``, compare all of that in 0.3 us, and
 the thread's dispatch keys with it: autograd, subclasses, modes, transforms, autocast.
 """
 
@@ -44,17 +44,18 @@ def recall(
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
-    input_scale: Tensor | None,
+    other: Tensor | None,
     residual: Tensor | None = None,
     what: object = None,
 ) -> Run | None:
     """What ``remember`` was given for such a call of a linear layer, if it concerns nobody but the operator itself.
 
-    ``what``: what else the layers' kernels depend on.
+    ``other``: a tensor that some layers have beside these: a static scale of the input, zero points of the weight, or
+    steps of its scales. ``what``: what else the layers' kernels depend on.
     """
     if type(x) not in _PLAIN:  # whose sizes may be symbols
         return None
-    found = _guarded.get((x.shape, weight.shape, bias is None, input_scale is None, residual is None, what))
+    found = _guarded.get((x.shape, weight.shape, bias is None, other is None, residual is None, what))
     if (
         found is None
         or forward_ad._current_level >= 0
@@ -62,7 +63,7 @@ def recall(
         or torch._C._autograd._profiler_enabled()
     ):
         return None
-    tensors = _given(x, weight, weight_scale, bias, input_scale)
+    tensors = _given(x, weight, weight_scale, bias, other)
     if residual is not None:
         tensors = (*tensors, residual)
     for guard, run in found:
@@ -77,12 +78,12 @@ def remember(
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
-    input_scale: Tensor | None,
+    other: Tensor | None,
     residual: Tensor | None = None,
     what: object = None,
 ) -> None:
     """Keeps ``run`` for calls like this one, which concerns nobody but the operator itself."""
-    tensors = _given(x, weight, weight_scale, bias, input_scale)
+    tensors = _given(x, weight, weight_scale, bias, other)
     if residual is not None:
         tensors = (*tensors, residual)
     # With gradients on, a call with such a tensor concerns autograd.
@@ -96,7 +97,7 @@ def remember(
         return
     if len(_guarded) >= MAX_SIZES:
         _guarded.clear()
-    key = x.shape, weight.shape, bias is None, input_scale is None, residual is None, what
+    key = x.shape, weight.shape, bias is None, other is None, residual is None, what
     found = _guarded.setdefault(key, [])
     if len(found) >= MAX_GUARDS:
         found.clear()
@@ -104,8 +105,8 @@ def remember(
 
 
 def _given(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor, ...]:
-    if input_scale is None:
+    if other is None:
         return (x, weight, weight_scale) if bias is None else (x, weight, weight_scale, bias)
-    return (x, weight, weight_scale, input_scale) if bias is None else (x, weight, weight_scale, bias, input_scale)
+    return (x, weight, weight_scale, other) if bias is None else (x, weight, weight_scale, bias, other)

@@ -23,7 +23,7 @@ from qgemm.kernels.gemm.config import GemmConfig, is_valid
 from qgemm.kernels.gemm.launcher import plan_product, row_stride, vector_stride, with_contiguous_columns
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
-from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
+from qgemm.kernels.launch.launch import ALIGNMENT, MAX_ROWS_TO_OVERLAP, Launch, hooked
 from qgemm.kernels.launch.memory import CACHE_LINE_BYTES, COUNTS_BYTES
 from qgemm.kernels.launch.plans import plans, remember
 from qgemm.kernels.launch.steps import LaunchPlan, Names, Part
@@ -138,23 +138,26 @@ class LinearPlan:
         weight: Tensor,
         weight_scale: Tensor,
         bias: Tensor | None,
-        input_scale: Tensor | None,
+        other: Tensor | None,
         residual: Tensor | None = None,
     ) -> Tensor | None:
-        """The layer's output for tensors like those that it was made for; None for a weight that isn't ``aligned``."""
+        """The layer's output for tensors like those that it was made for; None for a weight that isn't ``aligned``.
+
+        ``other``: as ``launch.plans.recall`` has it.
+        """
         if self.one_of_several and self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.run(x, weight, weight_scale, bias, input_scale, residual)
+                return self.run(x, weight, weight_scale, bias, other, residual)
 
         rows = x if self.rows is None else x.reshape(self.rows)
         x_at, weight_at, scale_at = rows.data_ptr(), weight.data_ptr(), weight_scale.data_ptr()
         bias_at = 0 if bias is None else bias.data_ptr()
-        input_scale_at = 0 if input_scale is None else input_scale.data_ptr()
+        other_at = 0 if other is None else other.data_ptr()
         if residual is not None and self.residual_rows is not None:
             residual = with_contiguous_columns(residual.reshape(self.residual_rows))
         residual_at = 0 if residual is None else residual.data_ptr()
         # What the launches of a plan by the driver aren't made for.
-        unusual = (x_at | weight_at | scale_at | bias_at | input_scale_at | residual_at) % ALIGNMENT or hooked()
+        unusual = (x_at | weight_at | scale_at | bias_at | other_at | residual_at) % ALIGNMENT or hooked()
         if unusual and weight_at % ALIGNMENT and self.aligned:
             return None
 
@@ -175,7 +178,7 @@ class LinearPlan:
         buffer_at = buffer.data_ptr()
         q_at = buffer_at + COUNTS_BYTES
         addresses = (
-            x_at, weight_at, scale_at, bias_at, input_scale_at, residual_at, out.data_ptr(),
+            x_at, weight_at, scale_at, bias_at, other_at, residual_at, out.data_ptr(),
             buffer_at if counts is None else counts.data_ptr(), q_at, q_at + self.q_bytes,
         )  # fmt: skip
         for step in plan.steps:
@@ -185,7 +188,7 @@ class LinearPlan:
                 if counts is not None:
                     own_counts = plan.parts[0].of(counts.view(torch.int8))
                 weight = weight.view(torch.int8) if self.takes_bytes else weight
-                tensors = (rows, weight, weight_scale, bias, input_scale, residual, out)
+                tensors = (rows, weight, weight_scale, bias, other, residual, out)
                 step.run((*tensors, own_counts, q, q_scale))
             else:
                 by_driver(stream, step.pick(addresses))
@@ -229,41 +232,64 @@ def _make_plan(
     two = one = LaunchPlan(device, size, parts, ())
     way = Way(overlaps=False)
     if out.numel():
-        optional = {"bias": bias, "input_scale": input_scale, "residual": residual}
-        absent = {"zero_point", *(name for name, value in optional.items() if value is None)}
-        names = Names((*ARGUMENTS, *PARTS, "zero_point"), absent)
-        _, q, q_scale = two.parts_of(x.new_empty(size, dtype=torch.int8))
-        a_scale, group_strides, block_strides = q_scale, None, None
-        if weight_scale.ndim == 2:
-            a_scale, group_strides, block_strides = q_scale.view(M, blocks), (blocks, 1), (1, weight_scale.stride(1))
-        product = plan_product(
-            q.view(weight.dtype), weight.t(), a_scale, weight_scale, bias, None, x.dtype, constant_b=True,
-            residual=residual,
-        )  # fmt: skip
-        scale_stride = vector_stride(weight_scale, N) if block_strides is None else weight_scale.stride(0)
-        epilogue_strides = scale_stride, vector_stride(bias, N), row_stride(residual)
-        way = choose_way(product.config, rows, weight, epilogue_strides, block_strides)
-        quantization = quantize.plan_quantization(
-            rows, input_scale, next_early=way.overlaps, dtype=weight.dtype, group_strides=group_strides
-        )
-        two = replace(
-            two, steps=(names.step(quantization, *QUANTIZATION, "zero_point"), names.step(product.launch, *PRODUCT))
-        )
-        if way.one is not None:
-            tensors = BOTH if way.private else (*BOTH, "q", "counts")
-            one = replace(
-                one, buffer=COUNTS_BYTES + way.private if way.private else size, steps=(names.step(way.one, *tensors),)
-            )
+        two, one, way = _add_launches(two, rows, weight, weight_scale, bias, input_scale, residual)
     if way.in_graphs:
         memory.keep_graph_counts(device)
+    as_given = given is None or residual is None or residual.data_ptr() == given.data_ptr()
     return LinearPlan(
-        device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), weight.data_ptr() % ALIGNMENT == 0,
-        None if rows.data_ptr() == x.data_ptr() else (M, K),
-        None if given is None or residual is None or residual.data_ptr() == given.data_ptr() else (M, N),
-        q_bytes, one if way.one else two,
-        captured=one if way.private else two, shares_buffer=way.one is not None, counted=one if way.in_graphs else None,
+        device=device,
+        one_of_several=torch.cuda.device_count() > 1,
+        out_shape=tuple(out.shape),
+        out_strides=out.stride(),
+        aligned=weight.data_ptr() % ALIGNMENT == 0,
+        rows=None if rows.data_ptr() == x.data_ptr() else (M, K),
+        residual_rows=None if as_given else (M, N),
+        q_bytes=q_bytes,
+        usual=one if way.one else two,
+        captured=one if way.private else two,
+        shares_buffer=way.one is not None,
+        counted=one if way.in_graphs else None,
         takes_bytes=takes_bytes,
+    )
+
+
+def _add_launches(
+    plan: LaunchPlan,
+    rows: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[LaunchPlan, LaunchPlan, Way]:
+    """``plan``, which has parts alone, in two launches and in one, if that can be; and the way that says so."""
+    M, N = rows.shape[0], weight.shape[0]
+    optional = {"bias": bias, "input_scale": input_scale, "residual": residual}
+    absent = {"zero_point", *(name for name, value in optional.items() if value is None)}
+    names = Names((*ARGUMENTS, *PARTS, "zero_point"), absent)
+    _, q, a_scale = plan.parts_of(rows.new_empty(plan.buffer, dtype=torch.int8))
+    scale_stride, group_strides, block_strides = vector_stride(weight_scale, N), None, None
+    if weight_scale.ndim == 2:
+        groups = a_scale.numel() // M
+        a_scale, group_strides = a_scale.view(M, groups), (groups, 1)
+        scale_stride, block_strides = weight_scale.stride(0), (1, weight_scale.stride(1))
+    product = plan_product(
+        q.view(weight.dtype), weight.t(), rows.dtype, a_scale=a_scale, b_scale=weight_scale, bias=bias,
+        residual=residual, constant_b=True,
     )  # fmt: skip
+    epilogue_strides = scale_stride, vector_stride(bias, N), row_stride(residual)
+    way = choose_way(product.config, rows, weight, epilogue_strides, block_strides)
+    quantization = quantize.plan_quantization(
+        rows, input_scale, next_early=way.overlaps, dtype=weight.dtype, group_strides=group_strides
+    )
+    two = replace(
+        plan, steps=(names.step(quantization, *QUANTIZATION, "zero_point"), names.step(product.launch, *PRODUCT))
+    )
+    if way.one is None:
+        return two, plan, way
+    tensors = BOTH if way.private else (*BOTH, "q", "counts")
+    buffer = COUNTS_BYTES + way.private if way.private else plan.buffer
+    return two, replace(plan, buffer=buffer, steps=(names.step(way.one, *tensors),)), way
 
 
 def choose_way(
@@ -271,7 +297,7 @@ def choose_way(
     rows: Tensor,
     weight: Tensor,
     epilogue_strides: tuple[int, int, int],
-    block_strides: tuple[int, int] | None = None,
+    block_strides: tuple[int, int] | None,
 ) -> Way:
     """How to compute a layer whose product has ``config``.
 
@@ -293,7 +319,7 @@ def choose_way(
         own = round_up(round_up(K, ALIGNMENT) + 4, CACHE_LINE_BYTES)
         vectors = epilogue_strides[:2]
         return Way(True, _fused_launch(rows.stride(1), weight, vectors, programs, own, limits), programs * own)
-    return Way(overlaps=M <= quantize.MAX_ROWS_TO_OVERLAP)
+    return Way(overlaps=M <= MAX_ROWS_TO_OVERLAP)
 
 
 def fits_fused_kernel(N: int, K: int, itemsize: int, limits: DeviceLimits) -> bool:

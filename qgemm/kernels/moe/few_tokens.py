@@ -12,7 +12,8 @@ import torch
 
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import WeightOnlyExperts
-from qgemm.kernels.grouped.weight_hopper import BLOCK_BYTES, filled_groups, rows_of_group
+from qgemm.kernels.grouped.config import filled_groups, rows_of_group
+from qgemm.kernels.grouped.weight_hopper import BLOCK_BYTES
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS

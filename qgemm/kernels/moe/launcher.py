@@ -18,7 +18,7 @@ from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.grouped import launcher as grouped
 from qgemm.kernels.grouped.config import select_grouped_config
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
-from qgemm.kernels.launch.launch import ALIGNMENT, Launch
+from qgemm.kernels.launch.launch import ALIGNMENT, MAX_ROWS_TO_OVERLAP, Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.steps import LaunchPlan, Layout, Names, Step, Tensors
 from qgemm.kernels.moe.checks import check_experts
@@ -38,7 +38,6 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_PAIRS_TO_COUNT = 512  # for every pair
 CHUNK = 128  # pairs
-MAX_TOKENS_TO_OVERLAP = 64  # see quantize.MAX_ROWS_TO_OVERLAP
 
 ARGUMENTS = ("x", "top_k_index", "top_k_weights", *ExpertWeights._fields[:6], "residual", "out")
 
@@ -79,7 +78,6 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
     first = select_grouped_config(P, E, N, H, x.device, hopper, dtype, blocks)
     second = select_grouped_config(P, E, H, intermediate, x.device, hopper, dtype, blocks)
 
-    groups = max(64, next_power_of_2(E))  # no fewer bins than a warp has threads
     rows = torch.int8 if takes_bytes(weights.gate_up, x.device) else dtype
     scales = [cdiv(k, BLOCK) if blocks else 1 for k in (H, intermediate)]
     layout = Layout()
@@ -87,7 +85,7 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
     layout.add("q_scale", "row scales", (P * scales[0],), torch.float32)
     layout.add("tiles", "tiles", (grouped.table_size(P, E, first.block_m),), torch.int32)
     layout.add("position", "position", (P,), torch.int32)
-    layout.add("counts", "counts", (cdiv(P, CHUNK), groups), torch.int32)
+    layout.add("counts", "counts", (cdiv(P, CHUNK), bins(E)), torch.int32)
     layout.add("g", "float rows", (P, N), x.dtype)
     layout.add("h", "quantized rows", (P, intermediate), rows)
     layout.add("h_scale", "row scales", (P * scales[1],), torch.float32)
@@ -96,7 +94,7 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
 
     absent = {name for name, value in weights._asdict().items() if value is None} | (set() if adds else {"residual"})
     names = Names((*ARGUMENTS, *parts), absent)
-    early = limits.pdl and T <= MAX_TOKENS_TO_OVERLAP
+    early = limits.pdl and T <= MAX_ROWS_TO_OVERLAP
 
     def product(n: int, k: int, config: GemmConfig, a: str, weight: str, out: str) -> Step:
         launch = grouped.product_launch(P, E, n, k, x.dtype, x.device, config, dtype, blocks)
@@ -105,7 +103,7 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
 
     activation = activate_launch(P, intermediate, x.dtype, weights.activation, early, limits, dtype, blocks)
     steps = (
-        *route_steps(x, P, top_k, E, groups, first.block_m, early, limits, names, dtype, blocks),
+        *route_steps(x, P, top_k, E, first.block_m, early, limits, names, dtype, blocks),
         product(N, H, first, "q", "gate_up", "g"),
         names.step(activation, "g", "h", "h_scale", "tiles"),
         product(H, intermediate, second, "h", "down", "y"),
@@ -114,12 +112,16 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
     return LaunchPlan(x.device.index, size, tuple(parts.values()), steps)
 
 
+def bins(E: int) -> int:
+    """How many experts the kernels count pairs for: no fewer than a warp has threads."""
+    return max(64, next_power_of_2(E))
+
+
 def route_steps(
     x: Tensor,
     P: int,
     top_k: int,
     E: int,
-    groups: int,
     block_m: int,
     early: bool,
     limits: DeviceLimits,
@@ -136,6 +138,7 @@ def route_steps(
     warps = max(1, threads // limits.warp_size)
     block = max(block, BLOCK) if in_groups else block
     pdl, flags, form = limits.pdl, (limits.pdl, early), (quantize.rounding(dtype, limits), in_groups)
+    groups = bins(E)
     if P <= MAX_PAIRS_TO_COUNT:
         routing = (top_k, block, blocks, max(32, next_power_of_2(P)), groups, block_m, *flags, *form)
         warps = max(warps, 4)

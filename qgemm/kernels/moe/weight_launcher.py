@@ -17,14 +17,14 @@ from qgemm.kernels.grouped.launcher import table_size
 from qgemm.kernels.grouped.weight_hopper import many_tokens_launch, select_many_tokens
 from qgemm.kernels.grouped.weight_launcher import select_weight_config, stored_form, weight_product_launch
 from qgemm.kernels.launch.device import device_limits
-from qgemm.kernels.launch.launch import ALIGNMENT, Launch
+from qgemm.kernels.launch.launch import ALIGNMENT, MAX_ROWS_TO_OVERLAP, Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.steps import LaunchPlan, Layout, Names, Step, Tensors
 from qgemm.kernels.moe.checks import check_weight_only_experts
 from qgemm.kernels.moe.few_tokens import FewTokens, HopperForm, few_tokens_launch, hopper_form, select_few_tokens
-from qgemm.kernels.moe.launcher import CHUNK, MAX_TOKENS_TO_OVERLAP, activate_launch, combine_launch, route_steps
+from qgemm.kernels.moe.launcher import CHUNK, activate_launch, bins, combine_launch, route_steps
 from qgemm.numerics.formats import FP8
-from qgemm.numerics.integers import cdiv, next_power_of_2
+from qgemm.numerics.integers import cdiv
 
 _PARTS = WeightOnlyExperts._fields[:10]
 ARGUMENTS = ("x", "top_k_index", "top_k_weights", *_PARTS, "residual", "out")
@@ -85,23 +85,22 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
         outs, ends = 1, ["scale", "zero_point", "global_scale", "bias"]
 
     layout = Layout()
-    groups = max(64, next_power_of_2(E))  # no fewer bins than a warp has threads
     layout.add("q", "rows", (P, H), x.dtype)
     layout.add("tiles", "tiles", (table_size(P, E, block_m),), torch.int32)
     layout.add("position", "position", (P,), torch.int32)
-    layout.add("counts", "counts", (cdiv(P, CHUNK), groups), torch.int32)
+    layout.add("counts", "counts", (cdiv(P, CHUNK), bins(E)), torch.int32)
     layout.add("g", "products", (P, N), x.dtype)
     layout.add("h", "rows", (P, intermediate), x.dtype)
     layout.add("y", "products", (P, H), x.dtype)
     size, parts = layout.parts()
     names = Names((*ARGUMENTS, *parts, "q_scale", "h_scale"), {*absent, "q_scale", "h_scale"})
-    early = limits.pdl and T <= MAX_TOKENS_TO_OVERLAP
+    early = limits.pdl and T <= MAX_ROWS_TO_OVERLAP
 
     def multiply(launch: Launch, a: str, weight: str, out: str) -> Step:
         return names.step(launch, a, weight, *(out,) * outs, *(f"{weight}_{end}" for end in ends), "tiles")
 
     steps = (
-        *route_steps(x, P, top_k, E, groups, block_m, early, limits, names),
+        *route_steps(x, P, top_k, E, block_m, early, limits, names),
         multiply(first, "q", "gate_up", "g"),
         names.step(
             activate_launch(P, intermediate, x.dtype, weights.activation, early, limits), "g", "h", "h_scale", "tiles"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
-from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.launch import MAX_ROWS_TO_OVERLAP, Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.quantize.kernels import _quantize_rows_kernel
 from qgemm.numerics.blocks import BLOCK
@@ -13,9 +13,6 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_ROW_BYTES_IN_REGISTERS = 131_072  # of a program; a longer row is read twice
 LONG_ROW_BLOCK = 8192  # values at a time of such a row
-# Up to so many rows, the product that follows may start before rows are quantized, to load its weights meanwhile: 0.5
-# to 2 us less for both on an H200. With more, Hopper's may too (``hopper.starts_early``); others weren't tried.
-MAX_ROWS_TO_OVERLAP = 64
 
 
 def quantize_rows(

@@ -4,14 +4,13 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.launch.device import device_limits
-from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.launch import MAX_ROWS_TO_OVERLAP, Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.router.kernels import _route_kernel
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.integers import next_power_of_2
 
 MAX_EXPERTS = 1024  # of which a warp holds the logits; PyTorch routes to more
-MAX_TOKENS_TO_OVERLAP = 64  # see quantize.MAX_ROWS_TO_OVERLAP
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -55,6 +54,6 @@ def _make_launch(logits: Tensor, routing: Routing) -> Launch:
     constants = (
         routing.top_k, routing.kind, routing.normalized, routing.scale, routing.floor, routing.groups,
         routing.kept_groups, routing.offset, routing.rounded, routing.margin,
-        block, next_power_of_2(routing.top_k), limits.pdl, limits.pdl and T <= MAX_TOKENS_TO_OVERLAP,
+        block, next_power_of_2(routing.top_k), limits.pdl, limits.pdl and T <= MAX_ROWS_TO_OVERLAP,
     )  # fmt: skip
     return Launch(_route_kernel, T, (E, *logits.stride()), constants, num_warps=1, pdl=limits.pdl)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.numerics.formats import FP4, FP8, INT4, NF4, Format
 from qgemm.numerics.groups import float_scale
 from qgemm.numerics.integers import cdiv
@@ -22,14 +22,14 @@ _PIECE = 1 << 19
 
 
 @torch.autocast("cpu", enabled=False)
-def weight_only_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
+def weight_only_linear(x: Tensor, weight: ScaledWeight) -> Tensor:
     """``dispatch.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order."""
     product = _multiply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight)
     product = product if weight.bias is None else product + weight.bias.float()
     return product.to(x.dtype).reshape(*x.shape[:-1], product.shape[1]).contiguous()
 
 
-def _multiply(x: Tensor, weight: QuantizedWeight) -> Tensor:
+def _multiply(x: Tensor, weight: ScaledWeight) -> Tensor:
     """float32 ``[M, N]`` of ``x [M, K]``, without the bias."""
     (M, K), N, group_size = x.shape, weight.values.shape[0], weight.group_size
     if not K:

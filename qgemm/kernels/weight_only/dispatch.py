@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.checks import check_weight_only_linear, on_gpu
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import cpu, int8_cpu
 
 
 @torch.no_grad()
 def weight_only_linear(
-    x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None, recallable: bool = False
+    x: Tensor, weight: ScaledWeight, residual: Tensor | None = None, recallable: bool = False
 ) -> Tensor:
     """``x @ W.T + bias`` in the dtype of ``x``; ``W`` is ``weight.dequantize`` in that dtype, or nearer to exact.
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qgemm.kernels.gemm.launcher import with_contiguous_columns
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.driver import DriverLaunch
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.launch.plans import Run, plans, remember
 from qgemm.kernels.launch.tensor_map import TensorMap
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import kernels
 from qgemm.kernels.weight_only.config import (
     BLOCK_BYTES,
@@ -55,7 +56,7 @@ MAX_ROWS_BY_GROUP = 16  # for each value of a small group; a float weight takes 
 
 
 def weight_only_linear(
-    x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None, recallable: bool = False
+    x: Tensor, weight: ScaledWeight, residual: Tensor | None = None, recallable: bool = False
 ) -> Tensor:
     """``dispatch.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order.
 
@@ -64,9 +65,9 @@ def weight_only_linear(
     values, scale, zero_point, global_scale, _, bias, K, format, group_size, _, _ = weight
     N = values.shape[0]
     out_shape = (*x.shape[:-1], N)
-    rows = _with_contiguous_columns(x.reshape(math.prod(x.shape[:-1]), K))
-    added = None if residual is None else _with_contiguous_columns(residual.reshape(rows.shape[0], N))
-    values, scale = _with_contiguous_columns(values), _with_contiguous_columns(scale)
+    rows = with_contiguous_columns(x.reshape(math.prod(x.shape[:-1]), K))
+    added = None if residual is None else with_contiguous_columns(residual.reshape(rows.shape[0], N))
+    values, scale = with_contiguous_columns(values), with_contiguous_columns(scale)
     if values.dtype == torch.float8_e4m3fn:
         values = values.view(torch.uint8)
     if scale.dtype == torch.float8_e4m3fn:
@@ -96,10 +97,6 @@ def weight_only_linear(
             tensors = x, values, scale, bias, zero_point, residual
             remember(plan.recalled(rows.shape, out_shape), *tensors, what=weight[6:10])
     return plan.run(rows, values, scale, zero_point, global_scale, bias, added).view(out_shape)
-
-
-def _with_contiguous_columns(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 @dataclass(frozen=True, slots=True)

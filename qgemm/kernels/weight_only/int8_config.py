@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.memory import COUNTS_BYTES
@@ -31,6 +32,26 @@ _TILE_LATENCY = 0.35
 _HANDOVER = 1.8
 _PARTIAL_SUM = 9e-5  # of each part but the last
 _SECOND_PART = 1.0  # where programs have parts of two tiles
+
+
+class Sizes(NamedTuple):
+    """Of a product ``[M, K]`` by ``[N, K]``, with ``G`` groups of ``group`` values; ``group`` is 0 for a single one."""
+
+    M: int
+    N: int
+    K: int
+    G: int
+    group: int
+
+    @property
+    def blocks(self) -> int:
+        """Of K."""
+        return cdiv(self.K, BLOCK)
+
+    @property
+    def step(self) -> int:
+        """How many bytes of a row are a column of blocks."""
+        return self.group or HALF
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import cpu
-from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.numerics.groups import spread
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import HALF
@@ -19,7 +19,7 @@ _PIECE = 1 << 20
 
 
 @torch.no_grad()
-def weight_only_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
+def weight_only_linear(x: Tensor, weight: ScaledWeight) -> Tensor:
     """``dispatch.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order."""
     stored, scale, zero_point, _, _, bias, K, _, group_size, _, _ = weight
     q, row_scale = cpu.quantize_rows(x)

@@ -5,7 +5,7 @@ To be imported where Triton has what those are written in.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,7 +14,7 @@ from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
 from qgemm.kernels.stages.ring import block_layout
-from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config
+from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config, Sizes
 from qgemm.kernels.weight_only.int8_few_rows_hopper_kernels import (
     _int4_int8_few_kernel,
     _int4_int8_layer_kernel,
@@ -34,26 +34,6 @@ MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS_BESIDE = {2: 232, 4: 104}, 192  # t
 QUANTIZING_REGISTERS = {2: 208, 4: 104}  # the same, where the producer may have to quantize
 MIN_GROUP_TO_QUANTIZE = 64  # scaling sums of smaller ones leaves too few registers for that
 MAX_VALUES_BESIDE = 64 * 64  # of a tile of one of the two groups of warps
-
-
-class Sizes(NamedTuple):
-    """Of a product ``[M, K]`` by ``[N, K]``, with ``G`` groups of ``group`` values; ``group`` is 0 for a single one."""
-
-    M: int
-    N: int
-    K: int
-    G: int
-    group: int
-
-    @property
-    def blocks(self) -> int:
-        """Of K."""
-        return cdiv(self.K, BLOCK)
-
-    @property
-    def step(self) -> int:
-        """How many bytes of a row are a column of blocks."""
-        return self.group or HALF
 
 
 def starts_early(M: int) -> bool:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
-from qgemm.kernels.launch.launch import ALIGNMENT, Launch
+from qgemm.kernels.launch.launch import ALIGNMENT, MAX_ROWS_TO_OVERLAP, Launch
 from qgemm.kernels.launch.memory import CACHE_LINE_BYTES, COUNTS_BYTES
 from qgemm.kernels.launch.plans import plans, remember
 from qgemm.kernels.launch.steps import LaunchPlan, Names, Part, Step
 from qgemm.kernels.linear.launcher import LinearPlan
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.kernels.quantized_weight import QuantizedWeight
-from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config, select_config
+from qgemm.kernels.scaled_weight import ScaledWeight
+from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config, Sizes, select_config
 from qgemm.kernels.weight_only.int8_kernels import _int4_int8_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2, round_up
 from qgemm.numerics.packing import HALF
@@ -44,7 +44,7 @@ MANY_LAYER = (*LAYER[:-4], "step", *LAYER[-4:])
 
 def weight_only_linear(
     x: Tensor,
-    weight: QuantizedWeight,
+    weight: ScaledWeight,
     residual: Tensor | None = None,
     config: Int8Config | None = None,
     recallable: bool = False,
@@ -57,7 +57,7 @@ def weight_only_linear(
     recallable = recallable and (residual is None or residual.is_contiguous())
     residual = None if residual is None else residual.contiguous()
     tensors = [None if tensor is None else tensor.contiguous() for tensor in weight[:6]]
-    weight = QuantizedWeight._make((*tensors, *weight[6:]))
+    weight = ScaledWeight._make((*tensors, *weight[6:]))
     values, scale, zero_point, _, _, bias, in_features, _, group_size, _, step = weight
     kind: tuple[object, ...] = (
         weight_only_linear,
@@ -97,7 +97,7 @@ def _workspace(M: int, K: int, config: Int8Config | None) -> Workspace:
     return Workspace(q_bytes, at, at + (0 if config is None else config.partial_sums(config.rows, config.cols)))
 
 
-def _make_plan(x: Tensor, weight: QuantizedWeight, has_residual: bool, config: Int8Config | None = None) -> LinearPlan:
+def _make_plan(x: Tensor, weight: ScaledWeight, has_residual: bool, config: Int8Config | None = None) -> LinearPlan:
     values, scale, zero_point, _, _, bias, K, _, group_size, _, step = weight
     N, M = values.shape[0], math.prod(x.shape[:-1])
     rows, out, device = x.reshape(M, K), x.new_empty((*x.shape[:-1], N)), x.device.index
@@ -112,28 +112,39 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, has_residual: bool, config: I
         names = _names(zero_point is not None, step is not None, bias is not None, has_residual)
         G = scale.shape[1]
         if config is None:
-            first = quantize.plan_quantization(rows, None, next_early=M <= quantize.MAX_ROWS_TO_OVERLAP)
+            first = quantize.plan_quantization(rows, None, next_early=M <= MAX_ROWS_TO_OVERLAP)
             steps = (
                 names.step(first, "x", "q", "q_scale", "none", "none"),
                 names.step(_launch(M, N, K, G, group or K, limits), *PRODUCT),
             )
             two = replace(two, steps=steps)
         else:
-            two = _two_launches(names, rows, N, G, group, config, limits)
-            is_one = config.warps > 0 or _may_be_one(config, rows, N, G, group, limits)
+            from qgemm.kernels.weight_only import int8_hopper as hopper
+
+            sizes = Sizes(M, N, K, G, group)
+            two = _two_launches(names, rows, sizes, config, limits)
+            is_one = config.warps > 0 or hopper.many_in_one_launch(config, sizes, limits)
             is_row = config.warps > 0 and M == 1 and K <= MAX_OWN_ROW
             if is_one:
-                one = replace(one, steps=(_one_launch(names, rows, N, G, group, is_row, config, limits),))
+                one = replace(one, steps=(_one_launch(names, rows, sizes, is_row, config, limits),))
             if config.shared:
-                unshared = _two_launches(names, rows, N, G, group, select(may_share=False), limits)
+                unshared = _two_launches(names, rows, sizes, select(may_share=False), limits)
                 if x.is_cuda:
                     memory.keep_graph_counts(x.get_device())
     return LinearPlan(
-        device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), values.data_ptr() % ALIGNMENT == 0,
-        None if rows.data_ptr() == x.data_ptr() else (M, K), None, two.parts[2].offset - COUNTS_BYTES,
-        usual=one if is_one else two, captured=one if is_row else unshared or two, shares_buffer=is_one,
+        device=device,
+        one_of_several=torch.cuda.device_count() > 1,
+        out_shape=tuple(out.shape),
+        out_strides=out.stride(),
+        aligned=values.data_ptr() % ALIGNMENT == 0,
+        rows=None if rows.data_ptr() == x.data_ptr() else (M, K),
+        residual_rows=None,
+        q_bytes=two.parts[2].offset - COUNTS_BYTES,
+        usual=one if is_one else two,
+        captured=one if is_row else unshared or two,
+        shares_buffer=is_one,
         counted=two if unshared is not None else None,
-    )  # fmt: skip
+    )
 
 
 def _plan(device: int | None, space: Workspace, M: int, K: int, steps: tuple[Step, ...]) -> LaunchPlan:
@@ -173,13 +184,11 @@ def _takes_hopper(N: int, K: int, group: int, weight: Tensor, symmetric: bool, d
     )
 
 
-def _two_launches(
-    names: Names, rows: Tensor, N: int, G: int, group: int, config: Int8Config, limits: DeviceLimits
-) -> LaunchPlan:
+def _two_launches(names: Names, rows: Tensor, sizes: Sizes, config: Int8Config, limits: DeviceLimits) -> LaunchPlan:
     from qgemm.kernels.weight_only import int8_hopper as hopper
 
     M, K = rows.shape
-    space, sizes = _workspace(M, K, config), hopper.Sizes(M, N, K, G, group)
+    space = _workspace(M, K, config)
     plain = quantize.plan_quantization(rows, None, next_early=hopper.starts_early(M))
     first = names.step(plain, "x", "q", "q_scale", "none", "none")
     if config.warps:
@@ -191,24 +200,15 @@ def _two_launches(
     return _plan(rows.device.index, space, M, K, (first, second))
 
 
-def _may_be_one(config: Int8Config, rows: Tensor, N: int, G: int, group: int, limits: DeviceLimits) -> bool:
-    from qgemm.kernels.weight_only import int8_hopper as hopper
-
-    M, K = rows.shape
-    return hopper.many_in_one_launch(config, hopper.Sizes(M, N, K, G, group), limits)
-
-
 def _one_launch(
-    names: Names, rows: Tensor, N: int, G: int, group: int, is_row: bool, config: Int8Config, limits: DeviceLimits
+    names: Names, rows: Tensor, sizes: Sizes, is_row: bool, config: Int8Config, limits: DeviceLimits
 ) -> Step:
     from qgemm.kernels.weight_only import int8_hopper as hopper
 
-    M, K = rows.shape
-    sizes = hopper.Sizes(M, N, K, G, group)
     if is_row:
         return names.step(hopper.row_launch(config, sizes, rows.stride(1), limits), *ROW)
     if not config.warps:
-        partial_at = _workspace(M, K, config).partial_at
+        partial_at = _workspace(sizes.M, sizes.K, config).partial_at
         launch = hopper.many_layer_launch(config, sizes, rows.stride(), rows.dtype, partial_at, limits)
         step = "step" if config.multiplies else "none"
         return names.step(launch, *(step if each == "step" else each for each in MANY_LAYER))

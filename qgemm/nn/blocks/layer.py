@@ -132,48 +132,55 @@ class FusedLayer:
     returned: int = 0
 
     def prepare(self, layer: nn.Module, x: Any, context: Mapping[str, Any]) -> AllOperands | None:
-        """The operands of both branches for this call of ``layer``; None if it can't be computed here."""
+        """The operands of all branches for this call of ``layer``; None if it can't be computed here."""
+        known = self._knows_call(layer, x, context) and self._knows_attention(context) and self._has_its_modules()
+        return self.operands() if known else None
+
+    def _knows_call(self, layer: nn.Module, x: Any, context: Mapping[str, Any]) -> bool:
+        """Whether the layer is called for its output alone, without gradients, and nobody sees every module's call."""
         if type(x) is not Tensor or layer.training or (torch.is_grad_enabled() and _has_gradients(layer, x, context)):
-            return None
+            return False
         if _of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks:
-            return None
+            return False
         if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") or context.get("output_attentions"):
-            return None
-        if (context.get(STATES) is not None) != self.crosses:
-            return None
+            return False
         if self.returned == 1 and context.get("use_cache"):  # which may be returned, too
-            return None
+            return False
+        return (context.get(STATES) is not None) == self.crosses
+
+    def _knows_attention(self, context: Mapping[str, Any]) -> bool:
+        """Whether attention, if it is fused, returns no weights, and its cache and sequences are of a kind it takes."""
         attention = self.steps[0].branch
         if self.returned and "output_attentions" not in self.defaults:
             config = getattr(getattr(attention, "module", None), "config", None)
             if getattr(config, "_attn_implementation", "") == "eager":  # which returns weights unasked
-                return None
+                return False
         if isinstance(attention, FusedAttention) and attention.packed:
             if context.get(SEQUENCES) is None or "flash" in str(attention.module.config._attn_implementation):
-                return None  # which takes all sequences at once
+                return False  # which takes all sequences at once
         if isinstance(attention, (FusedAttention, FusedLatentAttention)):
             cache = context.get(attention.cache_name)
             # Past the config's own __getattribute__, which takes 1 us.
             if object.__getattribute__(attention.module.config, "__dict__").get("_output_attentions"):
-                return None
-            if cache is not None and hasattr(cache, "cross_attention_cache") != self.crosses:
-                return None
+                return False
+            return cache is None or hasattr(cache, "cross_attention_cache") == self.crosses
+        return True
+
+    def _has_its_modules(self) -> bool:
+        """Whether the layer's modules are those that it was fused with, and nobody misses a call of one."""
         for holder, name, module in self.passed_over:
             if holder._modules.get(name) is not module or module.training:
-                return None
+                return False
             if (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__) and (
                 _is_watched(module)
             ):
                 if "_hf_hook" in module.__dict__:  # accelerate's, which may have moved weights to free this memory
                     for merged in self.products:
                         merged.let_go()
-                return None
+                return False
         if torch.compiler.is_compiling() and torch.compiler.is_exporting():
-            return None  # a program has the model's own parameters, once
-        for holder, name, module in self.called:
-            if holder._modules.get(name) is not module:
-                return None
-        return self.operands()
+            return False  # a program has the model's own parameters, once
+        return all(holder._modules.get(name) is module for holder, name, module in self.called)
 
     def watched(self) -> tuple[nn.Module, ...]:
         """The modules that aren't called, but would be seen if they were, so that the layer computes as its class."""

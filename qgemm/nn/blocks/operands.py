@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.rows import QuantizedRows
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.linear import QuantLinear, quantize_together
 from qgemm.nn.linear_layer import LinearLayer
@@ -49,25 +50,30 @@ class QuantizedOperands(NamedTuple):
         return quant_linear(x, weight, weight_scale, bias, input_scale, residual)
 
 
-class FloatOperands(NamedTuple):
-    """Those of a ``WeightOnlyLinear``."""
-
-    weight: QuantizedWeight
+class _ReadsFloats:
+    """What operands say whose product takes floats alone, and has no scale for all rows of them."""
 
     @property
     def reads_rows(self) -> bool:
-        """As above: it takes floats alone."""
+        """As ``QuantizedOperands``."""
         return False
 
     @property
     def dtype(self) -> torch.dtype:
-        """As above: nobody asks."""
-        raise TypeError("a layer whose weight alone is quantized reads no quantized rows")
+        """Raises ``TypeError``: there are no such rows."""
+        raise TypeError(f"{type(self).__name__} read no quantized rows")
 
     @property
     def input_scale(self) -> None:
-        """As above: its input has no scale."""
+        """As ``QuantizedOperands``."""
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class FloatOperands(_ReadsFloats):
+    """Those of a ``WeightOnlyLinear``."""
+
+    weight: ScaledWeight
 
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """As above, of ``x`` in ``dtype``."""
@@ -75,27 +81,13 @@ class FloatOperands(NamedTuple):
         return weight_only_linear(x, self.weight, residual)
 
 
-class BlockScaledOperands(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class BlockScaledOperands(_ReadsFloats):
     """Those of a ``BlockScaledLinear``, which quantizes its input by itself."""
 
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None
-
-    @property
-    def reads_rows(self) -> bool:
-        """As above: it takes floats alone."""
-        return False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As above: nobody asks."""
-        raise TypeError("a layer with scales of blocks reads no rows with a scale each")
-
-    @property
-    def input_scale(self) -> None:
-        """As above: its input has no scale for all rows."""
-        return None
 
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """As above, of ``x`` in ``dtype``."""
@@ -167,4 +159,4 @@ def _own_operands(
     assert isinstance(layer, WeightOnlyLinear)
     scale = tensors["weight_scale"]
     step = None if layer.steps is None or scale is None else found_steps(scale)
-    return FloatOperands(QuantizedWeight._make((*map(tensors.get, layer.operands), *layer.numbers, step)))
+    return FloatOperands(ScaledWeight._make((*map(tensors.get, layer.operands), *layer.numbers, step)))

@@ -15,7 +15,7 @@ from qgemm.numerics.formats import FORMATS, Format
 from qgemm.numerics.groups import dequantize, in_input_order
 
 
-class QuantizedWeight(NamedTuple):
+class ScaledWeight(NamedTuple):
     """``W [N, K]`` with ``W[:, input_order] = (q - zero_point) * scale``, ``K`` being ``in_features``, and a bias."""
 
     values: Tensor
