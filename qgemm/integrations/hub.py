@@ -19,7 +19,7 @@ from qgemm.nn import QuantLayer
 def refuse_to_save(cls: type, method: str) -> None:
     """Has ``cls.method`` raise ``ValueError`` for a model with quantized layers."""
     save = getattr(cls, method)
-    save = getattr(save, "__wrapped__", save)  # a notebook's autoreload comes here again
+    save = getattr(save, "_saves_floats", save)  # a notebook's autoreload comes here again
 
     @functools.wraps(save)
     def save_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,6 +32,7 @@ def refuse_to_save(cls: type, method: str) -> None:
             )
         return save(self, *args, **kwargs)
 
+    save_or_refuse._saves_floats = save  # type: ignore[attr-defined]
     setattr(cls, method, save_or_refuse)
 
 

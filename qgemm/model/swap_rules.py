@@ -94,6 +94,7 @@ SWAP_RULES = (
     SwapRule("StableAudioNumberConditioner", ("time_positional_embedding.*",), _CASTS, _DIFFUSERS),
     SwapRule("ImageProjection", ("image_embeds",), _CASTS, _DIFFUSERS),
     SwapRule("HunyuanDiTAttentionPool", ("[qkvc]_proj",), _READ, _DIFFUSERS),
+    SwapRule("*Transformer", ("resblocks.0.mlp.c_fc",), "text is cast to its weight's dtype", ("open_clip.*",)),
     SwapRule("AttentionPool2d", ("[qkvc]_proj",), _READ, ("open_clip.*", "clip.model")),
     SwapRule("ShiftedWindowAttention*", ("qkv", "proj"), _READ, ("torchvision.models.*",)),
     SwapRule("*Attention", ("qkv",), _READ, ("timm.models.beit", "timm.models.eva"), "q_bias"),

@@ -41,7 +41,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules[NAME].ModelMixin = ModelMixin  # type: ignore[attr-defined]
     monkeypatch.delitem(sys.modules, "qgemm.integrations.diffusers", raising=False)
-    importlib.import_module("qgemm.integrations.diffusers")
+    importlib.reload(importlib.import_module("qgemm.integrations.diffusers"))  # as a notebook's autoreload does
     made = ModelMixin().to(torch.bfloat16)
     made.kept.float()
     yield made
@@ -56,6 +56,7 @@ def test_the_dtype_stays_that_of_the_float_model(scheme: str, model: nn.Module) 
 
 
 def test_a_quantized_model_is_not_saved_as_a_float_one(model: nn.Module, tmp_path: Path) -> None:
+    assert model.dtype == torch.bfloat16
     assert model.save_pretrained(tmp_path) == "saved"
     quantize_model(model)
     with pytest.raises(ValueError, match=r"ModelMixin has quantized layers.*qgemm\.save_quantized"):

@@ -137,6 +137,8 @@ def test_rules_hold_for_these_and_no_more(around: list[tuple[str, str]], kept: b
         ("torchvision.models.swin_transformer", "ShiftedWindowAttentionV2", "cpb_mlp.0", False),
         ("torchvision.models.swin_transformer", "ShiftedWindowAttentionV2", "qkv", True),
         ("open_clip.modified_resnet", "AttentionPool2d", "c_proj", True),
+        ("open_clip.transformer", "Transformer", "resblocks.0.mlp.c_fc", True),
+        ("open_clip.transformer", "Transformer", "resblocks.1.mlp.c_fc", False),
         ("sentence_transformers.sentence_transformer.modules.dense", "Dense", "linear", True),
         # Where q_bias is None, the layer is called.
         ("timm.models.eva", "EvaAttention", "qkv", False),
