@@ -218,7 +218,9 @@ def check_quant_linear(
     check_same_device(x=x, residual=residual)
 
 
-def check_block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
+def check_block_scaled_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, residual: Tensor | None = None
+) -> None:
     """Raises if ``block_scaled_linear`` can't take these."""
     if weight.ndim != 2 or weight.dtype != FP8.storage:
         raise TypeError(
@@ -234,7 +236,8 @@ def check_block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, b
         found = f"{weight_scale.dtype} {list(weight_scale.shape)}"
         raise ValueError(f"weight_scale is {found}; it must be torch.float32 {list(shape)}, one for each 128 x 128")
     _check_bias(bias, N)
-    check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
+    check_residual(residual, (*x.shape[:-1], N), x.dtype)
+    check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias, residual=residual)
 
 
 def check_weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None) -> None:

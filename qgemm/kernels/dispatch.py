@@ -233,22 +233,31 @@ def quant_linear(
 
 
 def block_scaled_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, recallable: bool = False
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    recallable: bool = False,
 ) -> Tensor:
     """``x @ (weight * its blocks' scales).T + bias`` in fp8; ``[..., N]`` in the dtype of ``x``.
 
     ``x``: float ``[..., K]``, of which each 128 values of a row get a scale. ``weight``: float8_e4m3fn ``[N, K]``.
     ``weight_scale``: float32 ``[ceil(N / 128), ceil(K / 128)]``, one for each 128 x 128 of it. ``bias``: float ``[N]``.
-    Sums of 128 products are scaled in float32, and added in float32. ``recallable``: as of ``quant_linear``.
+    Sums of 128 products are scaled in float32, and added in float32. ``residual``, ``recallable``: as of
+    ``quant_linear``.
     """
     if x.is_neg():
         x = x.resolve_neg()
+    if residual is not None and residual.is_neg():
+        residual = residual.resolve_neg()
     if x.is_cuda:
-        linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, None, None, recallable, blocks=True)
+        linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, None, residual, recallable, blocks=True)
         return linear
-    checks.check_block_scaled_linear(x, weight, weight_scale, bias)
+    checks.check_block_scaled_linear(x, weight, weight_scale, bias, residual)
     checks.on_gpu(x)
-    return cpu.block_scaled_linear(x, weight, weight_scale, bias)
+    out = cpu.block_scaled_linear(x, weight, weight_scale, bias)
+    return out if residual is None else out.add_(residual)
 
 
 def quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> QuantizedRows:

@@ -3,9 +3,10 @@
 - ``quant_linear(x, weight, weight_scale, bias, input_scale, residual=None)``: in int8 or fp8, activations quantized
   within; plus a residual, where there is one.
 - ``quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)``: the same with a zero point.
-- ``block_scaled_linear(x, weight, weight_scale, bias)``: in fp8, with a scale for each 128 x 128 of the weight.
+- ``block_scaled_linear(x, weight, weight_scale, bias, residual=None)``: in fp8, with a scale for each 128 x 128 of the
+  weight.
 - ``weight_only_linear(x, weight, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size,
-  int8_activations=False, step=None)``: in float, with a quantized weight of 4 or 8 bits.
+  int8_activations=False, step=None, residual=None)``: in float, with a quantized weight of 4 or 8 bits.
 - ``multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)``: ``quant_linear`` of rows that are
   quantized already, plus a residual. Int8 rows have no gradient: there are those of the bias and the residual alone.
 
@@ -81,21 +82,23 @@ def weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tensor | No
     return weight_only.weight_only_linear(x, weight, residual, recallable=True)
 
 
-def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+def block_scaled_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
     """``torch.ops.qgemm.block_scaled_linear``, for less host time where it can be, as ``quant_linear``."""
     out: Tensor
     if torch.compiler.is_compiling():
-        out = torch.ops.qgemm.block_scaled_linear(x, weight, weight_scale, bias)
+        out = torch.ops.qgemm.block_scaled_linear(x, weight, weight_scale, bias, residual)
         return out
-    run = recall(x, weight, weight_scale, bias, None, what="blocks")
+    run = recall(x, weight, weight_scale, bias, None, residual, "blocks")
     if run is not None:
-        recalled = run(x, weight, weight_scale, bias, None)
+        recalled = run(x, weight, weight_scale, bias, None, residual)
         if recalled is not None:
             return recalled
-    if seen_by_others(x, weight, weight_scale, bias, None):
-        out = torch.ops.qgemm.block_scaled_linear(x, weight, weight_scale, bias)
+    if seen_by_others(x, weight, weight_scale, bias, None, residual):
+        out = torch.ops.qgemm.block_scaled_linear(x, weight, weight_scale, bias, residual)
         return out
-    return dispatch.block_scaled_linear(x, weight, weight_scale, bias, recallable=True)
+    return dispatch.block_scaled_linear(x, weight, weight_scale, bias, residual, recallable=True)
 
 
 def multiply(
@@ -240,11 +243,12 @@ _declare_layer(
     bias_at=3,
 )
 _declare_layer(
-    "block_scaled_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor",
+    "block_scaled_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual=None) -> Tensor",
     dispatch.block_scaled_linear,
     checks.check_block_scaled_linear,
     lambda dtype, weight, scale: dequantize_blocks(weight, scale, torch.float32).to(dtype),
     bias_at=3,
+    residual_at=4,
 )
 _declare_layer(
     "weight_only_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? global_scale, "

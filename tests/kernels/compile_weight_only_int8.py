@@ -70,8 +70,9 @@ def layer(M: int, N: int, K: int, size: int, asymmetric: bool, steps: bool = Fal
     x, scale = meta((M, K), torch.bfloat16), meta((N, groups), torch.bfloat16)
     step = meta((N,), torch.float32) if steps else None
     stored = QuantizedWeight(weight, scale, zero_point, None, None, bias, K, "int4", size, True, step)
-    plan = int8_launcher._make_plan(x, stored, None)
-    tensors = (x, weight, scale, bias, step if steps else zero_point, None, meta((M, N), torch.bfloat16))
+    plan = int8_launcher._make_plan(x, stored, has_residual=True)
+    out = meta((M, N), torch.bfloat16)
+    tensors = (x, weight, scale, bias, step if steps else zero_point, out, out)
     # Where tiles are shared, graphs without counts have the same kernel without that.
     for plans in (plan.usual, plan.counted or plan.captured)[: 1 + plan.shares_buffer]:
         for each in plans.steps:

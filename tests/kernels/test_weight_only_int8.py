@@ -139,6 +139,18 @@ def test_shapes_and_strides(compute: Compute, device: torch.device) -> None:
         assert torch.allclose(out, int4_int8_linear_reference(x, layer), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_residual_is_added_to_the_rounded_product(dtype: torch.dtype, device: torch.device) -> None:
+    layer, x = make(24, 256, 128, device), torch.randn(2, 3, 256, device=device).to(dtype)
+    product, wide = weight_only_linear(x, layer), torch.randn(2, 3, 40, device=device).to(dtype)
+    for residual in (wide[..., :24].contiguous(), wide[..., 3:27], wide[:1, :1, :1].expand(2, 3, 24)):
+        before = residual.clone()
+        for _ in range(2):
+            assert torch.equal(weight_only_linear(x, layer, residual), product + residual)
+        assert torch.equal(residual, before)
+    assert torch.equal(weight_only_linear(x, layer), product)
+
+
 @COMPUTE
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_row_with_nan_or_inf_is_one_of_nan(compute: Compute, value: float, device: torch.device) -> None:
@@ -334,9 +346,11 @@ def test_sums_of_hopper_s_kernels_are_exact(size: int, asymmetric: bool | None, 
         M, config = tile.M, tile.config_for(N)
         for x in (ternary(M, K, device), torch.randn(M, K, device=device)):
             x = x.bfloat16()
-            out = weight_only_linear(x, layer, config)
+            out = weight_only_linear(x, layer, None, config)
             assert torch.equal(out, int4_int8_linear_reference(x, layer)), (N, K)
-            assert torch.equal(out, weight_only_linear(x, layer, config)), "the same every time"
+            assert torch.equal(out, weight_only_linear(x, layer, None, config)), "the same every time"
+            residual = torch.randn(M, N, device=device).mul(100).bfloat16()
+            assert torch.equal(weight_only_linear(x, layer, residual, config), out + residual)
 
 
 @on_hopper
@@ -356,7 +370,7 @@ def test_the_largest_sums_of_hopper_s_kernels(kind: str, size: int, configs: lis
     chosen: list[tuple[int, Int8Config | None]] = [(1, None), (16, None), (64, None), (300, None)]
     for M, config in chosen + [(tile.M, tile.config_for(N)) for tile in configs]:
         x = extreme_rows(M, layer, torch.bfloat16)
-        assert torch.equal(weight_only_linear(x, layer, config), exact_sums(x, layer)), (M, config)
+        assert torch.equal(weight_only_linear(x, layer, None, config), exact_sums(x, layer)), (M, config)
 
 
 @on_hopper
@@ -368,18 +382,20 @@ def test_chosen_configs_in_graphs_and_out(M: int, assert_as_accurate: Any) -> No
         x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
         out = weight_only_linear(x, layer)
         assert_as_accurate(out, int4_int8_linear_reference(x, layer), exact_product(x, layer))
+        residual = torch.randn(M, N, device=device, dtype=torch.bfloat16)
+        assert torch.equal(weight_only_linear(x, layer, residual), out + residual)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = weight_only_linear(x, layer)
+            captured = weight_only_linear(x, layer, residual)
         for _ in range(2):
             captured.fill_(torch.nan)
             graph.replay()
-            assert torch.equal(captured, out)
+            assert torch.equal(captured, out + residual)
         x[M // 2, 7], others = torch.inf, torch.arange(M, device=device) != M // 2
         graph.replay()
-        for wrong in (captured, weight_only_linear(x, layer)):
+        for wrong, right in ((captured, out + residual), (weight_only_linear(x, layer), out)):
             assert wrong[M // 2].isnan().all()
-            assert wrong[others].equal(out[others])
+            assert wrong[others].equal(right[others])
 
 
 @pytest.mark.parametrize("negative", [lambda x: torch._neg_view(-x), lambda x: torch.complex(x, -x).conj().imag])

@@ -83,7 +83,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "quant_linear_asymmetric vector": (x[0], weight, b_scale, bias, one, zero),
         "weight_only_linear": (x, packed, b_scale.expand(2, 8).t(), zero_points, None, order, bias, 16, "int4", 10),
         "weight_only_linear vector": (x[0], weight, b_scale[:, None], None, None, None, None, 16, "int8", 16),
-        "weight_only_linear int8": (x, packed, *in_groups, None, order, bias, 16, "int4", 10, True),
+        "weight_only_linear int8": (x, packed, *in_groups, None, order, bias, 16, "int4", 10, True, None, y[:5]),
         "weight_only_linear int8 steps": (
             x,
             packed,
@@ -108,7 +108,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "scaled_mm fp8": (fp8(5, 16, device=device), fp8(8, 16, device=device).t(), a_scale, b_scale, bias, dtype),
         "quant_linear fp8": (x, fp8(8, 16, device=device), b_scale, bias, None),
         "quant_linear fp8 static": (x, fp8(8, 16, device=device), b_scale, None, one, y[:5]),
-        "block_scaled_linear": (x, fp8(8, 16, device=device), one.view(1, 1), bias),
+        "block_scaled_linear": (x, fp8(8, 16, device=device), one.view(1, 1), bias, y[:5]),
         "block_scaled_linear vector": (x[0], fp8(8, 16, device=device), one.view(1, 1), None),
         "hadamard": (x,),
         "hadamard batch": (x.view(1, 5, 16).transpose(0, 1),),
@@ -133,7 +133,7 @@ def add_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def function_of(variant: str) -> Any:
     name = variant.split()[0]
     elsewhere = {
-        "weight_only_linear": lambda x, *a: weight_only.weight_only_linear(x, QuantizedWeight(*a)),
+        "weight_only_linear": lambda x, *a: weight_only.weight_only_linear(x, QuantizedWeight(*a[:11]), *a[11:]),
         "hadamard": hadamard,
         "rotary_angles": rotary.rotary_angles,
         "rotate": lambda *a: rotary.rotate(RotaryCall(*a)),

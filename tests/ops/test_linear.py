@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,31 +55,38 @@ def test_quant_linear_gradients(shape: tuple[int, ...], static: bool, dtype: tor
     torch.testing.assert_close(bias.grad.double(), exact_bias, rtol=tolerance, atol=tolerance)
 
 
-def test_the_gradient_of_a_residual_is_that_of_the_output(device: torch.device) -> None:
+LAYERS = pytest.mark.parametrize("kind", ["quant_linear", "block_scaled_linear", "weight_only_linear int8"])
+
+
+def layer_of(kind: str, device: torch.device) -> Callable[..., Tensor]:
+    """A layer of 8 by 16 values, of x and maybe a residual."""
+    given = operands(torch.bfloat16, device)[kind]
+    count = len(given) if kind == "quant_linear" else -1  # without the residual
+    return lambda x, residual=None: getattr(ops, kind.split()[0])(x, *given[1:count], residual)
+
+
+@LAYERS
+def test_the_gradient_of_a_residual_is_that_of_the_output(kind: str, device: torch.device) -> None:
     x, residual = (torch.randn(4, n, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (16, 8))
-    weight, scale = int8(8, 16, device=device), torch.rand(8, device=device) / 127
-    grad = torch.randn(4, 8, device=device, dtype=torch.bfloat16)
-    out = ops.quant_linear(x, weight, scale, None, None, residual)
-    separate = ops.quant_linear(x, weight, scale, None, None) + residual
+    f, grad = layer_of(kind, device), torch.randn(4, 8, device=device, dtype=torch.bfloat16)
+    apart = lambda x, r: f(x) + r  # noqa: E731
+    out, separate = f(x, residual), apart(x, residual)
     assert torch.equal(out, separate)
     wanted = torch.autograd.grad(separate, (x, residual), grad)
     assert all(map(torch.equal, torch.autograd.grad(out, (x, residual), grad), wanted))
     # The residual alone, and in forward mode.
-    out = ops.quant_linear(x.detach(), weight, scale, None, None, residual)
-    assert torch.equal(torch.autograd.grad(out, residual, grad)[0], grad)
-    f = lambda x, r: ops.quant_linear(x, weight, scale, None, None, r)  # noqa: E731
-    apart = lambda x, r: ops.quant_linear(x, weight, scale, None, None) + r  # noqa: E731
+    assert torch.equal(torch.autograd.grad(f(x.detach(), residual), residual, grad)[0], grad)
     values, along = (x.detach(), residual.detach()), (x.detach() * 2, grad)
     assert all(map(torch.equal, torch.func.jvp(f, values, along), torch.func.jvp(apart, values, along)))
 
 
+@LAYERS
 @pytest.mark.parametrize("in_dims", [(0, 0), (1, 0), (0, None), (None, 1)])
-def test_a_batch_of_residuals(in_dims: tuple[int | None, int | None], device: torch.device) -> None:
+def test_a_batch_of_residuals(in_dims: tuple[int | None, int | None], kind: str, device: torch.device) -> None:
     x, residual = torch.randn(3, 3, 16, device=device), torch.randn(3, 3, 8, device=device)
     x, residual = (t[0] if dim is None else t for t, dim in zip((x, residual), in_dims, strict=True))
-    weight, scale = int8(8, 16, device=device), torch.rand(8, device=device) / 127
-    f = lambda x, r: ops.quant_linear(x, weight, scale, None, None, r)  # noqa: E731
-    apart = lambda x, r: f(x, None) + r  # noqa: E731
+    f = layer_of(kind, device)
+    apart = lambda x, r: f(x) + r  # noqa: E731
     assert torch.equal(torch.func.vmap(f, in_dims)(x, residual), torch.func.vmap(apart, in_dims)(x, residual))
 
 

@@ -36,6 +36,7 @@ from qgemm.kernels.stages.ring import (
     store_block,
 )
 from qgemm.kernels.stages.rows import RowQuantization, e4m3_quantization
+from qgemm.kernels.stages.staged_residual import add_residual
 
 TURNING_ROWS = gl.constexpr(256)  # of tiles that go through K forwards and backwards in turn
 QUANTIZING_REGISTERS = gl.constexpr(64)  # of a producer's thread that may have to quantize
@@ -43,7 +44,6 @@ MORE_QUANTIZING_REGISTERS = gl.constexpr(80)  # beside eight warps, where the as
 BESIDE_QUANTIZING_REGISTERS = gl.constexpr(224)  # the same, where the producer may have to quantize
 IN_TURN_REGISTERS = gl.constexpr(232)  # of a thread that multiplies, where two groups do: all but the producer's
 MAX_EARLY_VALUES = gl.constexpr(40)  # of a residual, that a thread loads before the sums are there
-RESIDUAL_VALUES = gl.constexpr(32)  # that it loads at a time of a larger one
 
 
 @gluon.jit
@@ -113,22 +113,6 @@ def _produce(
 
 
 @gluon.jit
-def _add_residual(staging, epilogue, row, col, M, N):
-    """Adds the residual at ``(row, col)`` to a tile in shared memory, some rows at a time: sums leave few registers."""
-    ROWS: gl.constexpr = staging.shape[0]
-    COLS: gl.constexpr = staging.shape[1]
-    STEP: gl.constexpr = min(RESIDUAL_VALUES * 32 * gl.num_warps() // COLS, ROWS)
-    # Threads side by side have 16 bytes each of a row.
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [gl.num_warps(), 1], [1, 0])
-    rows = row + gl.arange(0, STEP, gl.SliceLayout(1, layout))
-    cols = col + gl.arange(0, COLS, gl.SliceLayout(0, layout))
-    for start in gl.static_range(0, ROWS, STEP):
-        part = staging.slice(start, STEP)
-        values = added(part.load(layout), epilogue.load_residual(rows + start, cols, M, N))
-        part.store(values.to(staging.dtype))
-
-
-@gluon.jit
 def _store(C, staging, row, col, out, residual, ROWS: gl.constexpr):
     """Has the copy engine store the first ``ROWS`` rows of ``out`` at ``(row, col)``.
 
@@ -138,7 +122,7 @@ def _store(C, staging, row, col, out, residual, ROWS: gl.constexpr):
     tma.store_wait(0)
     staging.store(out)
     if residual is not None:
-        _add_residual(staging, residual, row, col, C.shape[0], C.shape[1])
+        add_residual(staging, residual, row, col, C.shape[0], C.shape[1])
     fence_async_shared()
     store_block(C, [row, col], staging.slice(0, ROWS))
 

@@ -97,7 +97,7 @@ def _check(
     blocks: bool,
 ) -> None:
     if blocks:
-        check_block_scaled_linear(x, weight, weight_scale, bias)
+        check_block_scaled_linear(x, weight, weight_scale, bias, residual)
     else:
         check_quant_linear(x, weight, weight_scale, bias, input_scale, residual)
 

@@ -31,13 +31,12 @@ def weight_only_linear(
     x = x if weight.input_order is None else x.index_select(-1, weight.input_order)
     if not on_gpu(x):
         out = int8_cpu.weight_only_linear(x, weight) if weight.int8_activations else cpu.weight_only_linear(x, weight)
-    elif weight.int8_activations:
+        return out if residual is None else out.add_(residual)
+    if weight.int8_activations:
         from qgemm.kernels.weight_only import int8_launcher
 
-        out = int8_launcher.weight_only_linear(x, weight, recallable=recallable)
-    else:
-        from qgemm.kernels.weight_only import float_launcher
+        return int8_launcher.weight_only_linear(x, weight, residual, recallable=recallable)
+    from qgemm.kernels.weight_only import float_launcher
 
-        with torch.autocast(x.device.type, enabled=False):
-            return float_launcher.weight_only_linear(x, weight, residual, recallable)
-    return out if residual is None else out.add_(residual)
+    with torch.autocast(x.device.type, enabled=False):
+        return float_launcher.weight_only_linear(x, weight, residual, recallable)

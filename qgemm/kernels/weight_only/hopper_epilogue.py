@@ -44,9 +44,16 @@ class SwappedEpilogue:
     def add_residual(self, sums, n, row):
         """Outputs, rounded if there is a residual, plus the residual."""
         if self.residual is not None:
-            COLUMNS: gl.constexpr = sums.shape[1]
-            m = row + gl.arange(0, COLUMNS, gl.SliceLayout(0, sums.type.layout))
+            m = row + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+            sums = added(sums, self.load_residual(n, m)[0])
+        return sums
+
+    @gluon.jit
+    def load_residual(self, n, m):
+        """The residual at rows ``n`` of the weight and ``m`` of x, in a tuple; an empty one if there is none."""
+        found = ()
+        if self.residual is not None:
             there = self.residual + m.to(gl.int64)[None, :] * self.stride + n[:, None]
             inside = (n < self.N)[:, None] & (m < self.M)[None, :]
-            sums = added(sums, gl.load(there, mask=inside, other=0.0))
-        return sums
+            found = found + (gl.load(there, mask=inside, other=0.0),)
+        return found

@@ -1,7 +1,8 @@
 """int4 weights by a few int8 rows for Hopper (sm_90).
 
 ``C[m, n] = x_scale[m] * sum over g of sums[m, n, g] * w_scale[n, g]``, plus ``bias[n]``, rounded once. ``sums`` are
-exact int32 over the values of group ``g``, or of the whole row, with one scale. ``K`` is a multiple of 128.
+exact int32 over the values of group ``g``, or of the whole row, with one scale. ``K`` is a multiple of 128. A residual
+is added to that.
 
 The operands are swapped: rows of the weight are the rows of a tensor core's instruction, rows of ``x`` its columns. So
 packed weights go from shared memory to registers and become int8 there. Programs have 32 or 64 rows of the weight, so
@@ -17,8 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.quantize.hopper_kernels import QUANTIZING_REGISTERS, SharedRows
 from qgemm.kernels.stages.aggregate import aggregate
+from qgemm.kernels.stages.epilogue import added
 from qgemm.kernels.stages.ring import PANEL, PRODUCER_REGISTERS, barriers, initialize, load_block, thread_barrier
 from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_blocks
+from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.int8_hopper_weights import BLOCK, Weights
 
 MIN_COLS = gl.constexpr(8)  # that tensor cores multiply
@@ -117,7 +120,7 @@ def _produce_few(A, B, weights, rows, ring, steps, ready, NEXT_EARLY: gl.constex
 
 
 @gluon.jit
-def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, ready):
+def _consume_few(C, residual, x_scale, weights, rows, row, ring, M, stride_cm, steps, ready):
     """``rows``: the ``SharedRows`` that x is to hold; ``row``: its ``OwnRow``; None where it is quantized already."""
     w, lows, highs, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
@@ -143,6 +146,7 @@ def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, read
     out_rows = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
     m = gl.arange(0, COLS, gl.SliceLayout(0, out_layout))
     start, stride = gl.program_id(0), gl.num_programs(0)
+    epilogue = SwappedEpilogue(None, None, residual, stride_cm, M, weights.N)
     scales = ()
     if GROUPS:
         scales = weights.scales_of_block(start * ROWS + own_rows, block, 2 * SUBS)
@@ -161,6 +165,8 @@ def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, read
     slot = step
     for tile in range(start, gl.cdiv(weights.N, ROWS), stride):
         sums = gl.zeros([WARPS, ROWS, COLS], SUMS, layout)
+        n = tile * ROWS + out_rows
+        before = epilogue.load_residual(n, m)
         for k in range(steps):
             mbarrier.arrive(empty.index(slot), count=1, pred=k > 0)
             slot = step % STAGES
@@ -192,8 +198,9 @@ def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, read
             step += 1
         mbarrier.arrive(empty.index(slot), count=1)
         total = gl.sum(gl.convert_layout(sums, gathered), 0)
-        n = tile * ROWS + out_rows
         out = weights.finish(total, own_x_scale, of_rows)
+        if residual is not None:
+            out = added(out, before[0])
         of_rows = weights.of_rows(n + stride * ROWS)
         at = C + m[None, :] * stride_cm + n[:, None]
         gl.store(at, out.to(C.dtype.element_ty), mask=(n < weights.N)[:, None] & (m < M)[None, :])
@@ -201,7 +208,7 @@ def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, read
 
 @gluon.jit
 def _few(
-    A, B, C, x_scale, weights, rows, row, M, K, stride_cm,
+    A, B, C, residual, x_scale, weights, rows, row, M, K, stride_cm,
     STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = B.block_shape[0]
@@ -227,7 +234,7 @@ def _few(
         REGISTERS: gl.constexpr = QUANTIZING_REGISTERS
     gl.warp_specialize(
         [
-            (_consume_few, (C, x_scale, weights, rows, row, ring, M, stride_cm, steps, first)),
+            (_consume_few, (C, residual, x_scale, weights, rows, row, ring, M, stride_cm, steps, first)),
             (_produce_few, (A, B, weights, rows, ring, steps, first, NEXT_EARLY)),
         ],
         [1],
@@ -237,34 +244,34 @@ def _few(
 
 @gluon.jit(do_not_specialize=["M"])
 def _int4_int8_few_kernel(
-    A, B, C, x_scale, scale, zero_point, bias,
+    A, B, C, x_scale, scale, zero_point, bias, residual,
     M, N, K, G, stride_cm,
     GROUP: gl.constexpr, STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``: tensor maps of x as ``[K / 256, M, 256]`` and of the weight as ``[K / 256, N, 128]``.
 
     Their blocks: a block of K for each warp, by 8 or 16 rows of x, or the rows of a tile, and as many bytes as a group
-    has values, at most ``PANEL``. ``C [M, N]``: with contiguous columns.
+    has values, at most ``PANEL``. ``C [M, N]``: with contiguous columns, as ``residual`` or None, of the same stride.
     """
     weights = Weights(scale, zero_point, None, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0, GROUP == 0)
-    _few(A, B, C, x_scale, weights, None, None, M, K, stride_cm, STAGES, NEXT_EARLY)
+    _few(A, B, C, residual, x_scale, weights, None, None, M, K, stride_cm, STAGES, NEXT_EARLY)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def _int4_int8_layer_kernel(
-    x, q, q_scale, B, C, scale, zero_point, bias, A, counts,
+    x, q, q_scale, B, C, scale, zero_point, bias, residual, A, counts,
     M, N, K, G, stride_xm, stride_xk, stride_cm,
     ROW: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """The layer in one launch: the programs quantize the rows of ``x`` together, as ``SharedRows`` says."""
     weights = Weights(scale, zero_point, None, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0, GROUP == 0)
     rows = SharedRows(x, q, q_scale, RowQuantization(None), counts, M, K, stride_xm, stride_xk, ROW)
-    _few(A, B, C, q_scale, weights, rows, None, M, K, stride_cm, STAGES, NEXT_EARLY)
+    _few(A, B, C, residual, q_scale, weights, rows, None, M, K, stride_cm, STAGES, NEXT_EARLY)
 
 
 @gluon.jit
 def _int4_int8_row_kernel(
-    x, B, C, scale, zero_point, bias,
+    x, B, C, scale, zero_point, bias, residual,
     N, K, G, stride_xk,
     STEPS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -274,4 +281,4 @@ def _int4_int8_row_kernel(
     """
     weights = Weights(scale, zero_point, None, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0, GROUP == 0)
     row = OwnRow(x, K, stride_xk, STEPS)
-    _few(None, B, C, None, weights, None, row, 1, K, N, STAGES, NEXT_EARLY)
+    _few(None, B, C, residual, None, weights, None, row, 1, K, N, STAGES, NEXT_EARLY)

@@ -62,7 +62,7 @@ def starts_early(M: int) -> bool:
 
 
 def few_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> Launch:
-    """The product of q, weight, out, the rows' scale, and the weight's scale, zero points and bias."""
+    """The product of q, weight, out, the rows' scale, the weight's scale, zero points and bias, and a residual."""
     numbers = (sizes.M, sizes.N, sizes.K, sizes.G, sizes.N)
     return Launch(
         _int4_int8_few_kernel, _programs(config, sizes, limits), numbers, _few_constants(config, sizes), config.warps,
@@ -72,17 +72,17 @@ def few_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> Launch
 
 
 def layer_launch(config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], limits: DeviceLimits) -> Launch:
-    """The layer of x, q, its scale, weight, out, the weight's scale, zero points, bias, q again and counts."""
+    """The layer of x, q, its scale, weight, out, the weight's scale, zero points, bias, residual, q again, counts."""
     row = _row(sizes.K, config.warps, 128 // config.warps)
     numbers = (sizes.M, sizes.N, sizes.K, sizes.G, *x_strides, sizes.N)
     return Launch(
         _int4_int8_layer_kernel, _programs(config, sizes, limits), numbers, (row, *_few_constants(config, sizes)),
-        config.warps, pdl=True, maps={8: _rows_map(config, sizes), 3: _weight_map(config, sizes)},
+        config.warps, pdl=True, maps={9: _rows_map(config, sizes), 3: _weight_map(config, sizes)},
     )  # fmt: skip
 
 
 def row_launch(config: Int8Config, sizes: Sizes, stride_xk: int, limits: DeviceLimits) -> Launch:
-    """The layer of a single row: x, weight, out, the weight's scale, zero points and bias."""
+    """The layer of a single row: x, weight, out, the weight's scale, zero points and bias, and a residual."""
     steps = cdiv(sizes.blocks, config.warps)
     return Launch(
         _int4_int8_row_kernel, _programs(config, sizes, limits), (sizes.N, sizes.K, sizes.G, stride_xk),
@@ -121,7 +121,7 @@ def many_layer_launch(
     return Launch(
         _int4_int8_many_layer_kernel, config.grid(config.tiles(sizes.M, sizes.N), limits.num_sms),
         (*_many_numbers(config, sizes, partial_at), *x_strides), (_row(sizes.K, 4, 32), *constants), 4, pdl=True,
-        maps={9: rows, 3: weight, 4: out},
+        maps={10: rows, 3: weight, 4: out},
     )  # fmt: skip
 
 

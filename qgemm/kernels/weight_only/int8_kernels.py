@@ -1,25 +1,26 @@
 """int4 weights by int8 rows on every GPU: ``C[m, n] = x_scale[m] * sum over g of sums[m, n, g] * w_scale[n, g]``.
 
-``sums`` are exact int32 over the values of group ``g``, of any size, or of the whole row. With
-``bias[n]`` added the result is rounded once. Weights are packed as ``qgemm.numerics.packing`` says.
+``sums`` are exact int32 over the values of group ``g``, of any size, or of the whole row. With ``bias[n]`` added the
+result is rounded once; a residual is added to that. Weights are packed as ``qgemm.numerics.packing`` says.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.stages.epilogue import rounded
+from qgemm.kernels.stages.epilogue import added, rounded
 
 
 @triton.jit(do_not_specialize=["M"])
 def _int4_int8_kernel(
-    x, weight, C, x_scale, scale, zero_point, bias,
+    x, weight, C, x_scale, scale, zero_point, bias, residual,
     M, N, K, G, width, stride_cm,
     group,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight.
+    """A tile a program. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight. ``residual``:
+    as ``C``, or None.
 
     ``STEP``: values along K at a time, of one group: a power of 2, 16 or more. ``WHOLE``: whether groups are whole
     steps, so that each is of one half of a block. int8 products take 32 values at least; of fewer they are float16,
@@ -62,5 +63,8 @@ def _int4_int8_kernel(
         out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if PDL:
         gdc_launch_dependents()
-    to = C + m.to(tl.int64)[:, None] * stride_cm + n[None, :]
-    tl.store(to, rounded(out, C.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    at = m.to(tl.int64)[:, None] * stride_cm + n[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if residual is not None:
+        out = added(out, tl.load(residual + at, mask=inside, other=0.0))
+    tl.store(C + at, rounded(out, C.dtype.element_ty), mask=inside)

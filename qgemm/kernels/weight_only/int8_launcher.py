@@ -36,20 +36,26 @@ MAX_OWN_ROW = 32_768  # values of a row that every program quantizes for itself
 
 PARTS = ("counts", "q", "q_scale")
 # What the launches take.
-PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "zero_point", "bias")
-ROW = ("x", "weight", "out", "weight_scale", "zero_point", "bias")
-LAYER = ("x", "q", "q_scale", "weight", "out", "weight_scale", "zero_point", "bias", "q", "counts")
-MANY_LAYER = (*LAYER[:-3], "step", *LAYER[-3:])
+PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "zero_point", "bias", "residual")
+ROW = ("x", "weight", "out", "weight_scale", "zero_point", "bias", "residual")
+LAYER = ("x", "q", "q_scale", "weight", "out", "weight_scale", "zero_point", "bias", "residual", "q", "counts")
+MANY_LAYER = (*LAYER[:-4], "step", *LAYER[-4:])
 
 
 def weight_only_linear(
-    x: Tensor, weight: QuantizedWeight, config: Int8Config | None = None, recallable: bool = False
+    x: Tensor,
+    weight: QuantizedWeight,
+    residual: Tensor | None = None,
+    config: Int8Config | None = None,
+    recallable: bool = False,
 ) -> Tensor:
     """``dispatch.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order.
 
     ``config``: of Hopper's kernels, instead of the one that is chosen. ``recallable``: remember what is found out about
     the call.
     """
+    recallable = recallable and (residual is None or residual.is_contiguous())
+    residual = None if residual is None else residual.contiguous()
     tensors = [None if tensor is None else tensor.contiguous() for tensor in weight[:6]]
     weight = QuantizedWeight._make((*tensors, *weight[6:]))
     values, scale, zero_point, _, _, bias, in_features, _, group_size, _, step = weight
@@ -57,15 +63,15 @@ def weight_only_linear(
         weight_only_linear,
         x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(),
         values.shape, values.data_ptr() % ALIGNMENT == 0, scale.dtype, zero_point is None, step is None,
-        None if bias is None else bias.dtype, in_features, group_size, config,
+        None if bias is None else bias.dtype, residual is None, in_features, group_size, config,
     )  # fmt: skip
     plan: LinearPlan | None = plans.get(kind)
     if plan is None:
-        plan = plans.keep(kind, _make_plan(x, weight, config))
+        plan = plans.keep(kind, _make_plan(x, weight, residual is not None, config))
     other, what = (zero_point, weight[6:10]) if step is None else (step, (*weight[6:10], "step"))
     if recallable and plan.aligned:
-        remember(plan.run, x, values, scale, bias, other, what=what)
-    out = plan.run(x, values, scale, bias, other)
+        remember(plan.run, x, values, scale, bias, other, residual, what)
+    out = plan.run(x, values, scale, bias, other, residual)
     assert out is not None  # for such a weight it is made
     return out
 
@@ -91,7 +97,7 @@ def _workspace(M: int, K: int, config: Int8Config | None) -> Workspace:
     return Workspace(q_bytes, at, at + (0 if config is None else config.partial_sums(config.rows, config.cols)))
 
 
-def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) -> LinearPlan:
+def _make_plan(x: Tensor, weight: QuantizedWeight, has_residual: bool, config: Int8Config | None = None) -> LinearPlan:
     values, scale, zero_point, _, _, bias, K, _, group_size, _, step = weight
     N, M = values.shape[0], math.prod(x.shape[:-1])
     rows, out, device = x.reshape(M, K), x.new_empty((*x.shape[:-1], N)), x.device.index
@@ -103,7 +109,7 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
     is_one = is_row = False
     unshared = None
     if out.numel() and K:
-        names = _names(zero_point is not None, step is not None, bias is not None)
+        names = _names(zero_point is not None, step is not None, bias is not None, has_residual)
         G = scale.shape[1]
         if config is None:
             first = quantize.plan_quantization(rows, None, next_early=M <= quantize.MAX_ROWS_TO_OVERLAP)
@@ -139,14 +145,14 @@ def _plan(device: int | None, space: Workspace, M: int, K: int, steps: tuple[Ste
     return LaunchPlan(device, space.size, parts, steps)
 
 
-def _names(has_zeros: bool, has_steps: bool, has_bias: bool) -> Names:
+def _names(has_zeros: bool, has_steps: bool, has_bias: bool, has_residual: bool) -> Names:
     """The tensors of a call in the order of ``LinearPlan``'s.
 
     Zero points, or steps, are where other layers have a static scale of their input.
     """
     other, missing = ("step", "zero_point") if has_steps else ("zero_point", "step")
-    absent = {"residual", "none", missing}
-    absent |= (set() if has_zeros or has_steps else {other}) | (set() if has_bias else {"bias"})
+    there = {other: has_zeros or has_steps, "bias": has_bias, "residual": has_residual}
+    absent = {"none", missing, *(name for name, is_there in there.items() if not is_there)}
     return Names(("x", "weight", "weight_scale", "bias", other, "residual", "out", *PARTS, "none", missing), absent)
 
 
@@ -181,7 +187,7 @@ def _two_launches(
     else:
         product = hopper.many_launch(config, sizes, rows.dtype, space.partial_at, limits)
         step, counts = "step" if config.multiplies else "none", "counts" if config.shared else "none"
-        second = names.step(product, *PRODUCT[:-1], step, *PRODUCT[-1:], counts)
+        second = names.step(product, *PRODUCT[:-2], step, *PRODUCT[-2:], counts)
     return _plan(rows.device.index, space, M, K, (first, second))
 
 

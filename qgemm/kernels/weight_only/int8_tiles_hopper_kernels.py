@@ -17,8 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.quantize.hopper_kernels import SharedRows
 from qgemm.kernels.stages import GemmContext, ScheduleContext
+from qgemm.kernels.stages.epilogue import Epilogue
 from qgemm.kernels.stages.ring import PANEL, PRODUCER_REGISTERS, barriers, initialize, store_block
 from qgemm.kernels.stages.rows import RowQuantization
+from qgemm.kernels.stages.staged_residual import add_residual
 from qgemm.kernels.weight_only import int8_config
 from qgemm.kernels.weight_only.int8_hopper_weights import BLOCK, Weights
 from qgemm.kernels.weight_only.int8_tiles_hopper_products import Halves, Share, hand_over, load_many, multiply, take
@@ -91,13 +93,15 @@ def _produce_many(
 
 
 @gluon.jit
-def _store_sums(C, staging, sums, weights, of_rows, x_scale, m, n, M):
-    """Scales ``sums`` and stores them as ``C[m:, n:]``."""
+def _store_sums(C, staging, sums, weights, of_rows, x_scale, epilogue, m, n, M):
+    """Scales ``sums``, adds a residual, and stores them as ``C[m:, n:]``."""
     cols = m + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
     scaled = weights.finish(sums, gl.load(x_scale + cols, mask=cols < M, other=0.0), of_rows)
     # The store before has read the staging memory.
     tma.store_wait(0)
     staging.permute((1, 0)).store(scaled.to(C.dtype))
+    if epilogue.residual is not None:
+        add_residual(staging, epilogue, m, n, M, weights.N)
     fence_async_shared()
     store_block(C, [m, n], staging)
 
@@ -112,7 +116,7 @@ def _consume_many(
     ``PIECES``: in how many pieces the columns are multiplied and scaled. ``SPLITS``: how many consumers share the
     blocks of K of the same rows. All but the first one hand their sums over to it, in ``handed``.
     """
-    C, staging, handed, partial, counts = out
+    C, residual, staging, handed, partial, counts = out
     w, x, _, _, _ = ring
     OWNERS: gl.constexpr = CONSUMERS // SPLITS
     OWNER: gl.constexpr = WHO % OWNERS
@@ -128,6 +132,7 @@ def _consume_many(
     own_rows = OWNER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     share = Share(own_rows, OWNER, OWNERS, FIRST_BLOCK, SPLITS)
     partial = partial.cast(gl.pointer_type(SUMS), bitcast=True)
+    epilogue = Epilogue(None, None, None, 1, 1, 1, None, residual, weights.N)
     turns = items.turns()
     _, col, start, _, _ = items.place(turns * 0)
     scales = weights.scales_of_block(col + own_rows, start + FIRST_BLOCK, GROUPS)
@@ -162,7 +167,8 @@ def _consume_many(
                         )
                         own = added[0]
                 if finishes:
-                    _store_sums(C, staging.index(OWNER), own, weights, of_rows, x_scale, m + i * PIECE, first, M)
+                    to, row = staging.index(OWNER), m + i * PIECE
+                    _store_sums(C, to, own, weights, of_rows, x_scale, epilogue, row, first, M)
         if SPLITS > 1 and STORES:
             take(handed, share)
     tma.store_wait(0)
@@ -198,7 +204,7 @@ def _allocate(
 
 @gluon.jit
 def _many(
-    A, B, C, x_scale, weights, rows, counts, sched, alone, sharers, partial,
+    A, B, C, residual, x_scale, weights, rows, counts, sched, alone, sharers, partial,
     STAGES: gl.constexpr, X_SLOTS: gl.constexpr, SHARES: gl.constexpr, PIECES: gl.constexpr,
     CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -209,7 +215,7 @@ def _many(
     initialize(ready, 1, 2 if rows is not None else 1)
     items = Items(sched, alone, gl.cdiv(sched.K, BLOCK), sharers, SHARES)
     first, M = ready.index(0), sched.M
-    out = (C, staging, handed, partial, counts)
+    out = (C, residual, staging, handed, partial, counts)
     if rows is None:
         LOADING: gl.constexpr = PRODUCER_REGISTERS
     else:
@@ -241,7 +247,7 @@ def _many(
 
 @gluon.jit(do_not_specialize=["M", "alone", "sharers"])
 def _int4_int8_many_kernel(
-    A, B, C, x_scale, scale, zero_point, step, bias, counts,
+    A, B, C, x_scale, scale, zero_point, step, bias, residual, counts,
     M, N, K, G, alone, sharers, partial_at,
     GROUP: gl.constexpr, STAGES: gl.constexpr, X_SLOTS: gl.constexpr, SHARES: gl.constexpr, PIECES: gl.constexpr,
     CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, GROUP_M: gl.constexpr, REGISTERS: gl.constexpr,
@@ -250,7 +256,7 @@ def _int4_int8_many_kernel(
     """``A``, ``B``, ``C``: tensor maps of x ``[M, K]``, the weight ``[N, K / 2]`` and the output ``[M, N]``.
 
     Blocks: a tile's rows of x, or of the weight, by the values of a group; a piece's rows of x by a consumer's of the
-    weight.
+    weight. ``residual``: ``[M, N]``, contiguous, or None.
     ``alone``, ``sharers``: as in ``Items``; ``SHARES``: whether programs share tiles. Behind ``x_scale``, counted in
     its values, there are at ``partial_at`` 32 bits for each sum of each part of a shared tile; ``counts``:
     ``COUNTS_BYTES`` of zeros, which they are again in the end. ``REGISTERS``: of a thread that multiplies.
@@ -258,14 +264,14 @@ def _int4_int8_many_kernel(
     weights = _weights(scale, zero_point, step, bias, N, G, GROUP)
     sched = ScheduleContext(M, N, K, GemmContext(A.block_shape[0], B.block_shape[0], BLOCK, 1, 1, GROUP_M))
     _many(
-        A, B, C, x_scale, weights, None, counts, sched, alone, sharers, x_scale + partial_at,
+        A, B, C, residual, x_scale, weights, None, counts, sched, alone, sharers, x_scale + partial_at,
         STAGES, X_SLOTS, SHARES, PIECES, CONSUMERS, SPLITS, REGISTERS, NEXT_EARLY,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "alone", "sharers"])
 def _int4_int8_many_layer_kernel(
-    x, q, q_scale, B, C, scale, zero_point, step, bias, A, counts,
+    x, q, q_scale, B, C, scale, zero_point, step, bias, residual, A, counts,
     M, N, K, G, alone, sharers, partial_at, stride_xm, stride_xk,
     ROW: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, X_SLOTS: gl.constexpr, SHARES: gl.constexpr,
     PIECES: gl.constexpr, CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, GROUP_M: gl.constexpr,
@@ -279,7 +285,7 @@ def _int4_int8_many_layer_kernel(
     rows = SharedRows(x, q, q_scale, RowQuantization(None), counts + ROW_COUNTS, M, K, stride_xm, stride_xk, ROW)
     sched = ScheduleContext(M, N, K, GemmContext(A.block_shape[0], B.block_shape[0], BLOCK, 1, 1, GROUP_M))
     _many(
-        A, B, C, q_scale, weights, rows, counts, sched, alone, sharers, q_scale + partial_at,
+        A, B, C, residual, q_scale, weights, rows, counts, sched, alone, sharers, q_scale + partial_at,
         STAGES, X_SLOTS, SHARES, PIECES, CONSUMERS, SPLITS, REGISTERS, NEXT_EARLY,
     )  # fmt: skip
 

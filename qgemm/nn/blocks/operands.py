@@ -100,8 +100,7 @@ class BlockScaledOperands(NamedTuple):
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """As above, of ``x`` in ``dtype``."""
         assert isinstance(x, Tensor)
-        out = block_scaled_linear(x, self.weight, self.weight_scale, self.bias)
-        return out if residual is None else residual + out
+        return block_scaled_linear(x, self.weight, self.weight_scale, self.bias, residual)
 
 
 class SummedOperands(NamedTuple):
