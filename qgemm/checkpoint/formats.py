@@ -281,7 +281,7 @@ def _why_not(contents: Contents, model: nn.Module, layer: str, module: nn.Module
             known = False
         if not known:
             return f"a {type(module).__name__}, which qgemm can't compute"
-    if (rule := find_rule((type(holder), path) for holder, path in modules_around(model, layer))) is not None:
+    if (rule := find_rule(modules_around(model, layer))) is not None:
         return f"which qgemm can't run quantized: {rule.reason}"
     return ""
 

@@ -169,8 +169,14 @@ def _given(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
         return model
     if not callable(model):
         raise TypeError(f"model is {shown(model)}; it must be the float nn.Module, or a function that builds it")
-    with parameters_on_meta():
-        built = model()
+    try:
+        with parameters_on_meta():
+            built = model()
+    except NotImplementedError as error:  # "Cannot copy out of meta tensor", mostly
+        raise TypeError(
+            f"model() failed, whose parameters have no values while it runs ({error}): if it moves or reads them, pass "
+            "the float model itself, model=build() instead of model=build"
+        ) from error
     if not isinstance(built, nn.Module):
         raise TypeError(f"model() returned a {type(built).__name__}; it must build the float nn.Module")
     return built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 from torch import nn
@@ -10,6 +11,15 @@ from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.integrations.on_import import when_imported
 from qgemm.model.announce import when_quantized
 
+# What is imported, and the module here that is imported then.
+_OF_LIBRARIES = {
+    "transformers.modeling_utils": "transformers",
+    "torch.utils.flop_counter": "flop_counter",
+    "peft": "peft",
+    "huggingface_hub.hub_mixin": "hub",
+    "diffusers.models.modeling_utils": "diffusers",
+}
+
 
 def register() -> None:
     """Has each integration imported right after its library, in whatever order things are imported.
@@ -17,8 +27,8 @@ def register() -> None:
     So ``from_pretrained`` knows the method "qgemm" and LoRA knows QuantLinear. Too old a version is told so when
     ``QGemmConfig`` is asked for, or one of its models is quantized or loaded.
     """
-    when_imported("transformers.modeling_utils", lambda: importlib.import_module("qgemm.integrations.transformers"))
-    when_imported("peft", lambda: importlib.import_module("qgemm.integrations.peft"))
+    for module, integration in _OF_LIBRARIES.items():
+        when_imported(module, functools.partial(importlib.import_module, f"qgemm.integrations.{integration}"))
     when_quantized("transformers", _attach_quantizer)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from qgemm.model.held_weights import multiplied_parameters
 from qgemm.model.swap_rules import find_rule, modules_around
@@ -110,11 +111,11 @@ class _Survey:
         kind = type(module).__name__
         parameters = dict(module.named_parameters(recurse=False))
         if _is_linear(module):
-            yield Layer(names, kind, self._bytes(module.parameters(recurse=False)), *self._reason(names, module))
+            yield Layer(names, kind, self._bytes(_own_parameters(module)), *self._reason(names, module))
         elif isinstance(module, (nn.MultiheadAttention, *_OTHER_PRODUCTS)):
             is_attention = isinstance(module, nn.MultiheadAttention)
             reason = why_closed(module) if is_attention else f"there is no quantized {kind}"
-            yield Layer(names, kind, self._bytes(parameters.values()), reason, reason)
+            yield Layer(names, kind, self._bytes(_own_parameters(module)), reason, reason)
         elif fused := [key for key, parameter in parameters.items() if _is_fused(name, kind, key, parameter)]:
             try:
                 describe_experts(module)
@@ -183,13 +184,20 @@ class _Survey:
         if self.is_half and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
             if is_kept_in_fp32(name, self.kept_in_fp32):
                 yield "the model keeps it in float32", False
-        if (rule := find_rule((type(holder), path) for holder, path in around)) is not None:
+        if (rule := find_rule(around)) is not None:
             yield rule.reason, False
 
 
 def is_kept_in_fp32(name: str, kept: Iterable[str]) -> bool:
     """Whether a part of the dotted ``name`` is among ``kept``, what a transformers model keeps in float32."""
     return any(re.search(rf"(^|\.){part}(\.|$)", name) for part in kept)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of the module itself, and those that its parametrizations compute them from."""
+    yield from module.parameters(recurse=False)
+    if is_parametrized(module):
+        yield from module.parametrizations.parameters()  # type: ignore[union-attr]
 
 
 def _is_linear(module: nn.Module) -> bool:

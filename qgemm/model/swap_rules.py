@@ -5,7 +5,8 @@ handed int8 values it crashes, or goes on with wrong numbers. Nothing in a layer
 the class that holds the layer, by glob, and the layer's path below it. A rule is for the classes of the Python modules
 that it names, and for what inherits from them: a class of somebody else that is called alike is none of its business.
 They were found by reading every modeling file of transformers; a test reads them again and fails where a place is
-missing here. T5 and its relatives ask for the dtype of ``wo.weight`` too, but know int8: they need no rule.
+missing here. Of other libraries, they are for what was found there. T5 and its relatives ask for the dtype of
+``wo.weight`` too, but know int8: they need no rule.
 """
 
 from __future__ import annotations
@@ -19,19 +20,23 @@ from torch import nn
 # Code that a checkpoint brings along (trust_remote_code) is named as transformers' own is.
 _TRANSFORMERS = ("transformers.models.*", "transformers_modules.*")
 _PEFT = ("peft.*",)
+_DIFFUSERS = ("diffusers.*",)
+_SENTENCES = ("sentence_transformers.*",)
 
 
 @dataclass(frozen=True)
 class SwapRule:
     """Layers at ``paths`` below a module of a class named like ``holder`` stay in float, for ``reason``.
 
-    ``modules``: the Python modules of such classes, by glob.
+    ``modules``: the Python modules of such classes, by glob. ``only_with``: an attribute of the holder; where that is
+    missing or None, the code that needs the weight doesn't run.
     """
 
     holder: str
     paths: tuple[str, ...]
     reason: str
     modules: tuple[str, ...] = _TRANSFORMERS
+    only_with: str = ""
 
 
 _CASTS = "its input is cast to its weight's dtype"
@@ -80,6 +85,24 @@ SWAP_RULES = (
     SwapRule("*M[oO][eE]*", ("gate", "router", "shared_expert_gate"), _ROUTER),
     # Adapters (LoRA) are small, still train, and their dtype is what the input is cast to.
     SwapRule("*", ("*lora_[AB].*",), "it is an adapter", _PEFT),
+    # diffusers casts to the dtype of the first parameter, which knows nothing of a ``StoredWeight``.
+    SwapRule("*Time*Embedding*", ("time_embedder.*", "delta_embedder.*"), _CASTS, _DIFFUSERS),
+    SwapRule("*Transformer*", ("time_embedder.*", "time_embedding.*"), _CASTS, _DIFFUSERS),
+    SwapRule("MiniMaxH3*", ("linear", "proj_in", "audio_proj_in", "context_embedder*", "proj_out"), _CASTS, _DIFFUSERS),
+    SwapRule("Kandinsky6*", ("timestep_embedder.*", "out_layer"), _CASTS, _DIFFUSERS),
+    SwapRule("TimestepEmbedder", ("mlp.*",), _CASTS, _DIFFUSERS),
+    SwapRule("StableAudioNumberConditioner", ("time_positional_embedding.*",), _CASTS, _DIFFUSERS),
+    SwapRule("ImageProjection", ("image_embeds",), _CASTS, _DIFFUSERS),
+    SwapRule("HunyuanDiTAttentionPool", ("[qkvc]_proj",), _READ, _DIFFUSERS),
+    SwapRule("*Transformer", ("resblocks.0.mlp.c_fc",), "text is cast to its weight's dtype", ("open_clip.*",)),
+    SwapRule("AttentionPool2d", ("[qkvc]_proj",), _READ, ("open_clip.*", "clip.model")),
+    SwapRule("ShiftedWindowAttention*", ("qkv", "proj"), _READ, ("torchvision.models.*",)),
+    SwapRule("*Attention", ("qkv",), _READ, ("timm.models.beit", "timm.models.eva"), "q_bias"),
+    SwapRule("WindowAttention", ("qkv",), _READ, ("timm.models.swin_transformer_v2",), "q_bias"),
+    SwapRule("*", ("input_proj",), _CASTS, ("timm.models.gemma4_vit",)),
+    SwapRule("*", ("token_projection",), _CASTS, ("gliner.*",)),
+    SwapRule("SparseAutoEncoder", ("encoder", "decoder"), _READ, _SENTENCES),
+    SwapRule("Dense", ("linear",), "sentence-transformers loads it in float only", _SENTENCES),
     # PEFT merges an adapter by adding it to the weight in place. The other wrapper holds what it trains as a whole.
     SwapRule("BaseTunerLayer", ("base_layer",), "it has an adapter: quantize first, then attach the adapter", _PEFT),
     SwapRule("AuxiliaryTrainingWrapper", ("*",), "it trains beside an adapter", _PEFT),
@@ -95,18 +118,22 @@ def modules_around(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
     ]
 
 
-def find_rule(ancestors: Iterable[tuple[type[nn.Module], str]]) -> SwapRule | None:
+def find_rule(ancestors: Iterable[tuple[nn.Module, str]]) -> SwapRule | None:
     """The rule that keeps a layer in float, or None.
 
-    ``ancestors``: for each module around the layer, its class and the layer's dotted path below it.
+    ``ancestors``: each module around the layer, and the layer's dotted path below it.
     """
     for holder, path in ancestors:
         for rule in SWAP_RULES:
-            if any(fnmatchcase(path, pattern) for pattern in rule.paths):
-                if any(_is_for(rule, cls) for cls in holder.__mro__):
-                    return rule
+            if any(fnmatchcase(path, pattern) for pattern in rule.paths) and _is_for(rule, holder):
+                return rule
     return None
 
 
-def _is_for(rule: SwapRule, cls: type) -> bool:
-    return fnmatchcase(cls.__name__, rule.holder) and any(fnmatchcase(cls.__module__, glob) for glob in rule.modules)
+def _is_for(rule: SwapRule, holder: nn.Module) -> bool:
+    if rule.only_with and getattr(holder, rule.only_with, None) is None:
+        return False
+    return any(
+        fnmatchcase(cls.__name__, rule.holder) and any(fnmatchcase(cls.__module__, glob) for glob in rule.modules)
+        for cls in type(holder).__mro__
+    )

@@ -333,6 +333,8 @@ def test_model_of_another_library_needs_model(tmp_path: Path) -> None:
         load_quantized(tmp_path)
     with pytest.raises(TypeError, match=r"model\(\) returned a int"):
         load_quantized(tmp_path, model=lambda: 3)
+    with pytest.raises(TypeError, match=r"meta.*pass the float model itself, model=build\(\)"):
+        load_quantized(tmp_path, model=lambda: Net().to("cpu"))
 
 
 def test_long_lists_are_cut(tmp_path: Path) -> None:

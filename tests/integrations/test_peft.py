@@ -296,7 +296,8 @@ assert type(layer) is module.LoraQuantLinear
 importlib.reload(module)
 model = qgemm.quantize_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
 assert type(get_peft_model(model, LoraConfig(target_modules=["0"])).base_model.model[0]) is module.LoraQuantLinear
-assert not any(type(finder).__module__.startswith("qgemm") for finder in sys.meta_path)
+awaited = {finder._module for finder in sys.meta_path if type(finder).__module__.startswith("qgemm")}
+assert awaited.isdisjoint(sys.modules)
 """
     run_code(code)
 

@@ -255,3 +255,9 @@ def test_a_tower_beside_the_base_model_is_no_task_head() -> None:
     base, tower = (Pretrained("model", layer=nn.Linear(8, 8)) for _ in range(2))
     wrapper = Pretrained("model", model=base, tower=tower, score=nn.Linear(8, 2))
     assert _reasons(wrapper) == {"score": "task head, outside the base model"}
+
+
+def test_a_parametrized_layer_counts_with_the_weights_that_its_own_is_computed_from() -> None:
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    nn.utils.parametrizations.spectral_norm(model[0])
+    assert [layer.bytes for layer in find_layers(model)] == [32 * 32 * 4, 32 * 32 * 4]

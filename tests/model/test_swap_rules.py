@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from torch import nn
 
@@ -25,8 +26,8 @@ READ = re.compile(r"self\.\w+\.weight")
 LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear"}
 
 
-def _holder(name: str, module: str = "transformers.models.some.modeling_some") -> type[nn.Module]:
-    return type(name, (nn.Module,), {"__module__": module})
+def _holder(name: str, module: str = "transformers.models.some.modeling_some") -> nn.Module:
+    return type(name, (nn.Module,), {"__module__": module})()
 
 
 def _name_of_call(node: ast.AST) -> str:
@@ -130,10 +131,29 @@ def test_rules_hold_for_these_and_no_more(around: list[tuple[str, str]], kept: b
         ("peft.tuners.lora.layer", "Linear", "lora_A.default", True),
         ("mine.layers", "Linear", "lora_A.default", False),
         ("mine.layers", "TransformerEncoderLayer", "linear1", False),
+        ("diffusers.models.transformers.transformer_wan", "WanTimeTextImageEmbedding", "time_embedder.linear_1", True),
+        ("diffusers.models.transformers.transformer_wan", "WanTimeTextImageEmbedding", "time_proj", False),
+        ("diffusers.models.embeddings", "CombinedTimestepTextProjEmbeddings", "timestep_embedder.linear_1", False),
+        ("torchvision.models.swin_transformer", "ShiftedWindowAttentionV2", "cpb_mlp.0", False),
+        ("torchvision.models.swin_transformer", "ShiftedWindowAttentionV2", "qkv", True),
+        ("open_clip.modified_resnet", "AttentionPool2d", "c_proj", True),
+        ("open_clip.transformer", "Transformer", "resblocks.0.mlp.c_fc", True),
+        ("open_clip.transformer", "Transformer", "resblocks.1.mlp.c_fc", False),
+        ("sentence_transformers.sentence_transformer.modules.dense", "Dense", "linear", True),
+        # Where q_bias is None, the layer is called.
+        ("timm.models.eva", "EvaAttention", "qkv", False),
     ],
 )
 def test_a_rule_is_for_the_modules_that_it_names(module: str, name: str, path: str, kept: bool) -> None:
     assert (find_rule([(_holder(name, module), path)]) is not None) == kept
+
+
+def test_a_rule_may_be_for_holders_with_an_attribute() -> None:
+    attention = _holder("EvaAttention", "timm.models.eva")
+    attention.q_bias = nn.Parameter(torch.zeros(8))
+    assert find_rule([(attention, "qkv")]) is not None
+    attention.q_bias = None
+    assert find_rule([(attention, "qkv")]) is None
 
 
 class Gate(nn.Module):
@@ -158,5 +178,5 @@ def test_classes_of_ones_own_have_no_rule_by_their_names() -> None:
 
 
 def test_a_class_that_inherits_has_the_rules_of_what_it_inherits_from() -> None:
-    mine = type("Mine", (_holder("SomeRouter"),), {"__module__": "__main__"})
-    assert find_rule([(mine, "proj")]) is not None
+    mine = type("Mine", (type(_holder("SomeRouter")),), {"__module__": "__main__"})
+    assert find_rule([(mine(), "proj")]) is not None

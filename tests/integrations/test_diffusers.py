@@ -1,0 +1,63 @@
+"""diffusers' models, by a stand-in for the one class that qgemm changes, with the ``dtype`` that diffusers has."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from qgemm.quantize import quantize_model
+
+NAME = "diffusers.models.modeling_utils"
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
+    """A model in bfloat16 whose first parameter is the weight of a linear layer without a bias."""
+
+    class ModelMixin(nn.Module):
+        _keep_in_fp32_modules = ("kept",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj_in = nn.Linear(32, 32, bias=False)
+            self.kept = nn.LayerNorm(32)
+            self.proj_out = nn.Linear(32, 32)
+
+        @property
+        def dtype(self) -> torch.dtype:
+            return next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
+
+        def save_pretrained(self, folder: Path) -> str:
+            return "saved"
+
+    for name in ("diffusers", "diffusers.models", NAME):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[NAME].ModelMixin = ModelMixin  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, "qgemm.integrations.diffusers", raising=False)
+    importlib.reload(importlib.import_module("qgemm.integrations.diffusers"))  # as a notebook's autoreload does
+    made = ModelMixin().to(torch.bfloat16)
+    made.kept.float()
+    yield made
+    sys.modules.pop("qgemm.integrations.diffusers")
+
+
+# fp8 values are floats to PyTorch, and the first floats of an int8 layer without a bias are its scales.
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
+def test_the_dtype_stays_that_of_the_float_model(scheme: str, model: nn.Module) -> None:
+    assert model.dtype == torch.bfloat16
+    assert quantize_model(model, scheme).dtype == torch.bfloat16
+
+
+def test_a_quantized_model_is_not_saved_as_a_float_one(model: nn.Module, tmp_path: Path) -> None:
+    assert model.dtype == torch.bfloat16
+    assert model.save_pretrained(tmp_path) == "saved"
+    quantize_model(model)
+    with pytest.raises(ValueError, match=r"ModelMixin has quantized layers.*qgemm\.save_quantized"):
+        model.save_pretrained(tmp_path)
