@@ -79,16 +79,16 @@ def _read_fp8(quantization: dict[str, Any], stored: dict[str, StoredTensor], con
             raise unsupported(f"{config_path}: act_group_size is {size_of_inputs!r}; qgemm has a scale for each token")
         is_static = quantization.get("act_dynamic") is False
         scheme = "static" if is_static else "dynamic"
-        said = {**quantization, "activation_scheme": scheme, "weight_block_size": blocks}
-        contents = fp8.read(said, stored, config_path)
-    elif blocks is None:
-        contents = Contents.of_files(stored)
-        for name in stored:
-            layer, leaf = split_name(name)
-            if leaf == "weight_scale":
-                note_fp8(contents, layer, resolve_scheme("fp8-weight"))
-    else:
+        cache = asks_for_cache(quantization)
+        said = {"activation_scheme": scheme, "weight_block_size": blocks, "kv_cache_scheme": cache}
+        return fp8.read({**quantization, **said}, stored, config_path)
+    if blocks is not None:
         raise unsupported(f"{config_path}: group_size is {size!r}; qgemm has no fp8 blocks with activations in float")
+    contents = Contents.of_files(stored)
+    for name in stored:
+        layer, leaf = split_name(name)
+        if leaf == "weight_scale":
+            note_fp8(contents, layer, resolve_scheme("fp8-weight"))
     leave_to_cache(contents, asks_for_cache(quantization))
     return contents
 
