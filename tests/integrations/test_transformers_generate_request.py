@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCABULARY
 from torch import Tensor
-from transformers import DynamicCache, MllamaForCausalLM, MllamaTextConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, MllamaForCausalLM, MllamaTextConfig, PreTrainedModel
 from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -17,6 +17,8 @@ import qgemm
 from qgemm.integrations.transformers.cache import ARGUMENT, ATTENTION
 from qgemm.integrations.transformers.generate import loop
 from qgemm.integrations.transformers.generate.contexts import Attention
+from qgemm.integrations.transformers.generate.covered import NotCovered
+from qgemm.integrations.transformers.generate.request import check_settings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = (torch.arange(3, 24).reshape(3, 7) * 11 % 90 + 5).to(DEVICE)
@@ -107,6 +109,14 @@ def test_adapters_of_each_prompt_are_given_all_prompts(monkeypatch: pytest.Monke
     monkeypatch.setattr(loop, "MAX_PROMPT_VALUES", 1)
     qgemm.fast_generate(model)
     assert torch.equal(model.generate(**options), expected)
+
+
+def test_inputs_that_hold_nothing_are_covered() -> None:
+    for empty in (None, {}):
+        check_settings(GenerationConfig(), {"image_outputs": empty}, synced=False)
+    for value in ({"last_hidden_state": PROMPTS}, PROMPTS, 0):
+        with pytest.raises(NotCovered, match="image_outputs is passed"):
+            check_settings(GenerationConfig(), {"image_outputs": value}, synced=False)
 
 
 def test_no_custom_generate(llama: Any) -> None:
