@@ -73,7 +73,9 @@ def _read_fp8(quantization: dict[str, Any], stored: dict[str, StoredTensor], con
     """The contents of a checkpoint in fp8, whose activations are static, dynamic, or in float."""
     size, size_of_inputs = quantization.get("group_size"), quantization.get("act_group_size", -1)
     blocks = size if isinstance(size, list) else None
-    if quantization.get("act_bits", 16) == 8:
+    if (act_bits := quantization.get("act_bits")) not in (None, 8, 16, 32):
+        raise unsupported(f"{config_path}: act_bits is {act_bits!r}; with fp8 weights qgemm reads 8, and 16 for float")
+    if act_bits == 8:
         # For all of a token, or all there is: the former is at least as fine.
         if blocks is None and size_of_inputs not in (-1, 0):
             raise unsupported(f"{config_path}: act_group_size is {size_of_inputs!r}; qgemm has a scale for each token")

@@ -63,6 +63,9 @@ def _note_layer(contents: Contents, layer: str, to_scale: Callable[[Tensor], Ten
 
 
 def _scales(to_scale: Callable[[Tensor], Tensor], N: int, value: Tensor) -> Tensor:
+    """Raises ``ValueError`` for what isn't finite: 1 / Inf would be a scale."""
+    if not bool(value.isfinite().all()):
+        raise ValueError("holds NaN or Inf")
     return for_each(to_scale(value), N)
 
 

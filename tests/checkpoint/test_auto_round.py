@@ -120,6 +120,7 @@ MXFP4 = {
     ("tensors", "config", "message"),
     [
         (E4M3, {**FP8, "act_bits": 8, "act_dynamic": True, "act_group_size": 64}, "act_group_size is 64"),
+        (E4M3, {**FP8, "act_bits": 4}, "act_bits is 4"),
         (E4M3, {**FP8, "group_size": [128, 128]}, r"group_size is \[128, 128\]"),
         (E4M3, {**FP8, "data_type": "fp8_e5m2"}, "data_type is 'fp8_e5m2'"),
         (E4M3, {**FP8, "extra_config": {"a": {"bits": 4}}}, "extra_config of 'a' has another kind than its fp8"),

@@ -53,6 +53,7 @@ def test_its_layers(kind: str, tmp_path: Path) -> None:
         ({"linear_class": "autobitlinear"}, {"bias": torch.zeros(N)}, "a has a bias, which autobitlinear multiplies"),
         ({}, {"weight_scale": torch.ones(2)}, r"weight_scale is torch.float32 \[2\]; it must be"),
         ({}, {"weight_scale": torch.zeros(1)}, "weight_scale holds NaN, Inf"),
+        ({}, {"weight_scale": torch.full((1,), torch.inf)}, "a.weight_scale: holds NaN or Inf"),
         (
             {},
             {"weight": torch.full((N // 4, K), 0x30, dtype=torch.uint8)},
