@@ -1,0 +1,1 @@
+"""Weights that the L2 fetches ahead of their products: ``dispatch.prefetch``."""
