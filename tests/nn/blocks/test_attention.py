@@ -11,7 +11,8 @@ from families import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qgemm import fuse, quantize_model
-from qgemm.nn.blocks import attention, layer
+from qgemm.nn.blocks import attention
+from qgemm.nn.blocks import layer as fused_layer
 
 
 class _Rotated(TorchDispatchMode):
@@ -60,7 +61,7 @@ def test_weights_behind_attention_are_fetched_meanwhile(scheme: str, monkeypatch
     fuse(example.model)
     wanted = example.model(**example.inputs).logits
     fetched: list[int] = []
-    monkeypatch.setattr(layer, "prefetches", lambda x: True)
+    monkeypatch.setattr(fused_layer, "prefetches", lambda x: True)
     monkeypatch.setattr(attention, "prefetch", lambda weights: fetched.extend(each.data_ptr() for each in weights))
     assert torch.equal(example.model(**example.inputs).logits, wanted)
     layers = example.model.model.layers
