@@ -107,8 +107,7 @@ def _looked_up(kind, word, pair, low, high):
 
 def _programs():
     """PTX by what it makes of what. Of ``$`` numbers the first are out, the last is in."""
-    found = {"int4 int8": "shl.b32 t, $2, 4; and.b32 $0, t, 0xF0F0F0F0; and.b32 $1, $2, 0xF0F0F0F0;"}
-    found["scaled fp4 bf16"] = _scaled_fp4("$4", ("$0", "$2", "$1", "$3"), ("$5", "$7", "$5", "$7"))
+    found = {"scaled fp4 bf16": _scaled_fp4("$4", ("$0", "$2", "$1", "$3"), ("$5", "$7", "$5", "$7"))}
     lines = ["prmt.b32 a, $4, 0, 0x4140;"]
     for nibble, (out, scale) in enumerate((("u", "$5"), ("v", "$6"))):
         lines.append(_scaled_nibble("a", nibble, out, scale))
@@ -146,16 +145,6 @@ def assembly(format, dtype, pair=""):
     if INTERPRETING or dtype == tl.float32 or not tl.target_info.cuda_capability_geq(9, 0):
         return None
     return PTX.value[f"{format} {dtype}{pair}"]
-
-
-@triton.jit
-def unpack_int8(packed):
-    """``16 q`` of int4, int8: the tiles of the low and of the high half of uint8 ``packed``."""
-    ASSEMBLY: tl.constexpr = assembly("int4", tl.int8)
-    if ASSEMBLY is not None:
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [packed], (tl.int8, tl.int8), is_pure=True, pack=4)
-    else:
-        return (packed << 4).to(tl.int8, bitcast=True), (packed & 0xF0).to(tl.int8, bitcast=True)
 
 
 @triton.jit
