@@ -2,10 +2,9 @@
 
 Byte j of a packed block holds the codes of its values j (low half) and ``j + HALF`` (high half), so a tile of bytes
 becomes two tiles, of neighbouring blocks of K, in its own layout: no value changes its thread. On NVIDIA's sm_90 and
-later that is written in PTX, four bytes in a register, 3 instructions for 8 values of int8 and 12 for 8 of 16 bits,
-where the compiler's own conversions take several for each value.
+later that is written in PTX, four bytes in a register, 12 instructions for 8 values, where the compiler's own
+conversions take several for each.
 
-- int8: ``16 q``, the nibble in a byte's upper half, for products that are exact in int32; the 1/16 goes to the scale.
 - int4 as 16 bits: the nibble becomes the last bits of 136 + q (bfloat16) or 1032 + q (float16), minus that.
 - fp4, fp8: sign, exponent and mantissa are moved into place, and the product by a power of two gives the exponent the
   other bias.

@@ -108,12 +108,6 @@ def test_the_assembly_of_halves(format: str, dtype: str) -> None:
         assert torch.equal(lanes(found).view(DTYPES[dtype]), expected)
 
 
-def test_the_assembly_of_int8_halves() -> None:
-    low, high = run(unpack.PTX.value["int4 int8"], 2)
-    for found, expected in zip((low, high), halves(torch.int8, "int4"), strict=True):
-        assert found == (16 * expected).view(torch.int32).tolist()
-
-
 @pytest.mark.parametrize("half", [0, 1])
 def test_the_assembly_that_scales(half: int) -> None:
     """One rounding, of the exact product, for scales of any size and sign."""
