@@ -32,7 +32,6 @@ from qgemm.kernels.gemm import launcher as gemm
 from qgemm.kernels.gemm.config import CANDIDATES, GemmConfig, for_operands, is_valid
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.linear import launcher as linear
-from qgemm.kernels.prefetch.launcher import prefetch
 from qgemm.kernels.quantize import launcher as quantize
 
 PROCESSES = 2  # that compile for a target each
@@ -52,7 +51,6 @@ INSTRUCTIONS = {
     "cp_async_16": r"cp\.async\.cg\.shared\.global \[.*0x10",
     "cp_async_narrow": r"cp\.async\.ca\.shared\.global",
     "load_16": r"ld\.global\.v4\.b32",
-    "prefetch": r"cp\.async\.bulk\.prefetch\.L2",
     "tma_load": r"cp\.async\.bulk\.tensor\.\w+\.shared",
     "tma_store": r"cp\.async\.bulk\.tensor\.\w+\.global",
     "waits_for_previous": r"griddepcontrol\.wait",
@@ -159,9 +157,6 @@ def other_products(target: str) -> Iterator[Case]:
         b = torch.empty_strided((K, 1024), (1, stride), dtype=INT8, device=META)
         gemm.int_mm(a, b, config)
 
-    if target == "sm_90":
-        weight = matrix(64, 128, INT8)
-        yield Case("prefetch", lambda: prefetch([weight, weight]))
     yield Case("int32", lambda: int_mm(1024, 1024, config), config)
     yield Case("int32 ragged K", lambda: int_mm(1040, 1040, config), config)
     yield Case("int32 wide strides", lambda: int_mm(1024, 1 << 32, config), config)

@@ -83,13 +83,6 @@ def test_hopper_gets_its_own_instructions_for_tiles_of_64_rows(results: list[Res
             assert not r["mma_sync"], r["case"]
 
 
-def test_weights_are_fetched_without_waiting_for_them(results: list[Result]) -> None:
-    (found,) = of(results, "sm_90", "prefetch")
-    assert found["prefetch"] == 2
-    assert found["waits_for_previous"]
-    assert found["triggers_next"]
-
-
 def test_int4_goes_to_tensor_cores_through_registers(results: list[Result]) -> None:
     for r in of(results, "sm_90", "w4a8 hopper"):
         assert r["tma_load"], r["case"]

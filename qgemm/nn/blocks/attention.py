@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.kernels.norms import Norm
-from qgemm.kernels.prefetch.dispatch import prefetch
 from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
@@ -26,9 +25,6 @@ CACHES = ("cache", "past_key_values", "layer_past")
 
 Caches of the first name are told what the attention function will be told, and may change it.
 """
-
-AHEAD = "qgemm_weights_ahead"
-"""What the weights of products behind attention are called among the arguments: memory reads them meanwhile."""
 
 SEQUENCES = "cu_seqlens"
 """What the bounds of sequences one behind another are called among the arguments."""
@@ -201,7 +197,6 @@ class FusedAttention:
         others = dict(context)
         mask, cache = others.pop("attention_mask", None), others.pop(self.cache_name, None)
         positions, states = others.pop("position_embeddings", None), others.pop(SHARED_STATES, None)
-        ahead = others.pop(AHEAD, ())
         for name in self.untold:
             others.pop(name, None)
         cache = getattr(cache, "self_attention_cache", cache)
@@ -211,8 +206,6 @@ class FusedAttention:
             seen = cache.get_seq_length(self.module.layer_idx)
             seen = seen.clone() if isinstance(seen, Tensor) else seen  # the cache counts in place
         qkv = into.product(x, dtype)
-        if ahead:
-            prefetch(ahead)
         shape = qkv.shape[:-1]
         if self.packed:
             qkv = qkv[None]

@@ -22,8 +22,7 @@ import torch
 import torch.nn.modules.module as _of_all_modules
 from torch import Tensor, nn
 
-from qgemm.kernels.prefetch.dispatch import prefetches
-from qgemm.nn.blocks.attention import AHEAD, SEQUENCES, FusedAttention
+from qgemm.nn.blocks.attention import SEQUENCES, FusedAttention
 from qgemm.nn.blocks.binding import fused_of, has_own_forward
 from qgemm.nn.blocks.cross_attention import STATES, FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
@@ -228,9 +227,6 @@ class FusedLayer:
         dtype, is_plain = x.dtype, self.multiplier == 1.0
         # Of few rows, the product adds the residual; of many, that goes with the norm.
         is_small = x.numel() <= MAX_SMALL_ROWS * x.shape[-1]
-        if isinstance(self.steps[0].branch, FusedAttention) and prefetches(x):
-            behind = (*operands[0][1:], *(operands[1][:1] if len(operands) > 1 else ()))
-            context = {**context, AHEAD: [own.stored for own in behind]}
         reads = [() if isinstance(each.branch, MlpAndMixture) else operands[i] for i, each in enumerate(self.steps)]
         into: Any = read(x, self.steps[0].norm, reads[0])
         last = len(self.steps) - 1

@@ -42,11 +42,6 @@ class QuantizedOperands(NamedTuple):
         """Of the rows that it reads."""
         return self.weight.dtype
 
-    @property
-    def stored(self) -> Tensor:
-        """The weight's values."""
-        return self.weight
-
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """``round(x @ weight.T + bias)`` in ``dtype``, plus ``residual``, rounded again."""
         weight, weight_scale, bias, input_scale = self
@@ -80,11 +75,6 @@ class FloatOperands(_ReadsFloats):
 
     weight: ScaledWeight
 
-    @property
-    def stored(self) -> Tensor:
-        """As above."""
-        return self.weight.values
-
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """As above, of ``x`` in ``dtype``."""
         assert isinstance(x, Tensor)
@@ -98,11 +88,6 @@ class BlockScaledOperands(_ReadsFloats):
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None
-
-    @property
-    def stored(self) -> Tensor:
-        """As above."""
-        return self.weight
 
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """As above, of ``x`` in ``dtype``."""
@@ -134,11 +119,6 @@ class SummedOperands(NamedTuple):
     def input_scale(self) -> Tensor | None:
         """As above."""
         return self.own.input_scale
-
-    @property
-    def stored(self) -> Tensor:
-        """As above."""
-        return self.own.stored
 
     @property
     def _quantizes(self) -> bool:

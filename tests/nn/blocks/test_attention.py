@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from families import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qgemm import fuse, quantize_model
-from qgemm.nn.blocks import attention
-from qgemm.nn.blocks import layer as fused_layer
 
 
 class _Rotated(TorchDispatchMode):
@@ -51,19 +48,3 @@ def test_a_prompt_becomes_an_empty_cache_without_a_copy() -> None:
             assert layer.values.untyped_storage().nbytes() == layer.values.nbytes
         # It goes on as any.
         assert torch.equal(model(tokens, past_key_values=found).logits, continued)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_weights_behind_attention_are_fetched_meanwhile(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = FAMILIES["llama"]()
-    quantize_model(example.model, scheme)
-    fuse(example.model)
-    wanted = example.model(**example.inputs).logits
-    fetched: list[int] = []
-    monkeypatch.setattr(fused_layer, "prefetches", lambda x: True)
-    monkeypatch.setattr(attention, "prefetch", lambda weights: fetched.extend(each.data_ptr() for each in weights))
-    assert torch.equal(example.model(**example.inputs).logits, wanted)
-    layers = example.model.model.layers
-    behind = [each for own in layers for each in (own.self_attn.o_proj, own.mlp.gate_proj)]
-    assert fetched == [each.weight.data_ptr() for each in behind]

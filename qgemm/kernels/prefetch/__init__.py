@@ -1,1 +1,0 @@
-"""Weights that the L2 fetches ahead of their products: ``dispatch.prefetch``."""
