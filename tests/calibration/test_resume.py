@@ -7,17 +7,16 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from checkpoint.faults import in_child
 from families import FAMILIES
 from families.example import Example
 from families.mixtures import MIXTURES
-from processes import run_process
 from torch import nn
 
 import qgemm
@@ -145,33 +144,23 @@ def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.iterdir())
 
 
-CHILD = """
-    import os, signal, sys
-    from pathlib import Path
-
-    folder, at, tests = sys.argv[1:]
-    sys.path.append(tests)
-    from calibration.test_resume import build, quantize
-
-    replace = os.replace
-    def killed(source, target):
-        if Path(target).name == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        replace(source, target)
-    os.replace = killed
-    quantize(build("llama"), resume=Path(folder))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
 def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
     """Killed as it has written the second block, but not moved it into place."""
     folder = tmp_path / "run"
-    script = tmp_path / "code.py"
-    script.write_text(textwrap.dedent(CHILD))
-    result = run_process(script, folder, "block-00001.safetensors", Path(__file__).parent.parent)
-    assert result.returncode == -signal.SIGKILL, result.stderr
+    replace = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if target.name == "block-00001.safetensors":
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    def run() -> None:
+        os.replace = killed  # of the child alone
+        quantize(build("llama"), resume=folder)
+
+    assert os.WTERMSIG(in_child(run)) == signal.SIGKILL
     names = sorted(path.name for path in folder.iterdir())
     assert [name for name in names if name[0] != "."] == ["block-00000.safetensors", "run.json"]
     assert len(names) == 3

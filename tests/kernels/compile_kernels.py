@@ -4,6 +4,7 @@ A script of its own: ``test_compile.py`` runs it in a process without ``TRITON_I
 a kernel is defined. One JSON object per line: the case, target, kernel, and counts of what the assembly holds.
 """
 
+import gc
 import importlib
 import itertools
 import json
@@ -13,11 +14,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from assumed_devices import DEVICES, META, Case, Launched, assume, launches_of
 from compile_attention import attention_cases
 from compile_experts import expert_cases
@@ -25,7 +24,7 @@ from compile_rotary import rotary_cases
 from compile_rows import row_cases
 from compile_weight_only import weight_only_cases
 from compile_weight_only_int8 import int8_cases
-from machine_code import overwritten_operands, unfinished_loads
+from machine_code import TOOLS, disassembled, overwritten_operands, unfinished_loads
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -57,6 +56,7 @@ INSTRUCTIONS = {
     "waits_for_previous": r"griddepcontrol\.wait",
     "packed_max": r"max\.[su]16x2",
     "triggers_next": r"griddepcontrol\.launch_dependents",
+    "wgmma_fence": r"wgmma\.fence",
 }
 # Of Hopper's own kernel: few rows, and the largest tiles. Others are rare.
 USUAL_TILES = ((16, 64), (64, 80), (128, 192), (256, 128))
@@ -329,19 +329,14 @@ def spilled(compiled: Any, target: GPUTarget) -> int:
     """Bytes of stack (NVIDIA) or spilled registers (AMD) that the machine code uses."""
     if target.backend == "hip":
         return sum(int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"]))
-    usage = dumped(compiled, "-res-usage")
-    found = re.findall(r"STACK:(\d+)", usage)
-    assert found, usage
-    return sum(map(int, found))
-
-
-def dumped(compiled: Any, what: str) -> str:
-    """What ``cuobjdump`` says of the machine code."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        return subprocess.run([cuobjdump, what, file.name], capture_output=True, text=True, check=True).stdout
+        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"STACK:(\d+)", usage)
+    assert found, usage
+    return sum(map(int, found))
 
 
 def results(name: str) -> list[dict[str, Any]]:
@@ -364,14 +359,15 @@ def results(name: str) -> list[dict[str, Any]]:
             every = COMPARED + BY_SHARED_MEMORY.get(name, ())
             kind = case.label if case.label.startswith(every) else case.label.split()[0]
             if name not in ALIKE or "--complete" in sys.argv or (kind, each.kernel) not in seen:
-                what = measured(each, case.label, case.config, device.target)
+                what = measured(each, case.config, device.target)
                 found.append({**result, "kernel": each.kernel, **what})
             seen.add((kind, each.kernel))
+    read_machine_code(found)
     return found
 
 
-def measured(launched: Launched, label: str, config: GemmConfig | None, target: GPUTarget) -> dict[str, Any]:
-    """Of the machine code of a launch."""
+def measured(launched: Launched, config: GemmConfig | None, target: GPUTarget) -> dict[str, Any]:
+    """Of the assembly of a launch; with its machine code, if that is to be read."""
     try:
         compiled = launched.compile()
         assembly = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
@@ -379,13 +375,7 @@ def measured(launched: Launched, label: str, config: GemmConfig | None, target: 
         result |= {"spilled": spilled(compiled, target), "shared": compiled.metadata.shared}
         result["sums"] = layouts_of_sums(compiled.asm["ttgir"])
         if target.arch == 90 and "mbarrier.arrive.shared" in assembly:
-            sass = dumped(compiled, "-sass")
-            if label.startswith("fp8") and "hopper" in launched.kernel:
-                # Whether the assembler has warps wait for products between those that are to be computed at once.
-                result["waits_more"] = sass.count("WARPGROUP.ARRIVE") > assembly.count("wgmma.fence")
-            result["unfinished_loads"] = unfinished_loads(sass)
-            if result["wgmma"]:
-                result["overwritten_operands"] = overwritten_operands(sass)
+            result["cubin"] = compiled.asm["cubin"]
         if config is not None and "hopper" in launched.kernel:
             result["barriers_in_staging"] = barriers_in_staging(assembly, config)
         if config is not None:
@@ -395,8 +385,24 @@ def measured(launched: Launched, label: str, config: GemmConfig | None, target: 
     return result
 
 
+def read_machine_code(found: list[dict[str, Any]]) -> None:
+    """Puts in place of machine code what it says."""
+    kept = [result for result in found if "cubin" in result]
+    for result, sass in zip(kept, disassembled([result.pop("cubin") for result in kept]), strict=True):
+        try:
+            if result["case"].startswith("fp8") and "hopper" in result["kernel"]:
+                # Whether the assembler has warps wait for products between those that are to be computed at once.
+                result["waits_more"] = sass.count("WARPGROUP.ARRIVE") > result["wgmma_fence"]
+            result["unfinished_loads"] = unfinished_loads(sass)
+            if result["wgmma"]:
+                result["overwritten_operands"] = overwritten_operands(sass)
+        except Exception as error:  # as above
+            result["error"] = f"{type(error).__name__}: {error}"
+
+
 def main() -> None:
     importlib.import_module("torch._dynamo")  # which tensors of META need: once, and not in each process
+    gc.freeze()  # nothing of what is imported is garbage, and to look for it takes a tenth of the time
     with multiprocessing.get_context("fork").Pool(PROCESSES, maxtasksperchild=1) as pool:
         for found in pool.imap(results, DEVICES, chunksize=1):
             for result in found:
