@@ -17,6 +17,7 @@ from qgemm.checkpoint import save_quantized
 Tensors = dict[str, Tensor]
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 AUTO_ROUND = {"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": 0}
+_W4A8 = {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}
 _AUTO_STATIC = {**AUTO_ROUND, "act_bits": 8, "act_group_size": 0, "act_dynamic": False}
 # The name of a folder, the scheme of its layer, what its tensors are called there, and the config.
 FOLDERS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
@@ -25,7 +26,7 @@ FOLDERS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     ("fp8-static", "fp8-static", {"input_scale": "activation_scale"}, STATIC),
     ("modelopt-fp8", "fp8-static", {}, {"quant_method": "modelopt", "quant_algo": "FP8"}),
     ("modelopt-mxfp8", "mxfp8", {}, {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
-    ("modelopt-mxfp4", "mxfp4", {"weight_packed": "weight"}, {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}),
+    ("modelopt-mxfp4", "mxfp4", {"weight_packed": "weight"}, _W4A8),
     ("auto-round-static", "fp8-static", {}, _AUTO_STATIC),
     ("auto-round-weight", "fp8-weight", {}, AUTO_ROUND),
 ]

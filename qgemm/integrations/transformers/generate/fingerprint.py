@@ -27,7 +27,7 @@ def fingerprint(model: PreTrainedModel) -> Hashable:
 
 def _of(module: nn.Module) -> Hashable:
     return (
-        type(module),
+        id(type(module)),
         module.training,
         _of_attributes(module),
         *[parameter.data_ptr() for parameter in module._parameters.values() if parameter is not None],
