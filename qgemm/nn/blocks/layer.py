@@ -160,8 +160,10 @@ class FusedLayer:
                 return False  # which takes all sequences at once
         if isinstance(attention, (FusedAttention, FusedLatentAttention)):
             cache = context.get(attention.cache_name)
-            # Past the config's own __getattribute__, which takes 1 us.
-            if object.__getattribute__(attention.module.config, "__dict__").get("_output_attentions"):
+            config = attention.module.config
+            # Past the config's own __getattribute__, which takes 1 us; torch.compile follows vars alone.
+            known = vars(config) if torch.compiler.is_compiling() else object.__getattribute__(config, "__dict__")
+            if known.get("_output_attentions"):
                 return False
             return cache is None or hasattr(cache, "cross_attention_cache") == self.crosses
         return True
