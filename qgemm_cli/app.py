@@ -16,7 +16,7 @@ from qgemm_cli.output import print_json, printable
 
 app = typer.Typer(
     name="qgemm",
-    help="Quantize models to int8, inspect, convert and compare checkpoints, and time layers.",
+    help="Quantize models, inspect, convert and compare checkpoints, and time layers.",
     epilog="Exit codes: 0 success, 1 problems or differences found, 2 failure, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,

@@ -2,10 +2,9 @@
 
 Byte j of a packed block holds the codes of its values j (low half) and ``j + HALF`` (high half), so a tile of bytes
 becomes two tiles, of neighbouring blocks of K, in its own layout: no value changes its thread. On NVIDIA's sm_90 and
-later that is written in PTX, four bytes in a register, 3 instructions for 8 values of int8 and 12 for 8 of 16 bits,
-where the compiler's own conversions take several for each value.
+later that is written in PTX, four bytes in a register, 12 instructions for 8 values, where the compiler's own
+conversions take several for each.
 
-- int8: ``16 q``, the nibble in a byte's upper half, for products that are exact in int32; the 1/16 goes to the scale.
 - int4 as 16 bits: the nibble becomes the last bits of 136 + q (bfloat16) or 1032 + q (float16), minus that.
 - fp4, fp8: sign, exponent and mantissa are moved into place, and the product by a power of two gives the exponent the
   other bias.
@@ -107,8 +106,7 @@ def _looked_up(kind, word, pair, low, high):
 
 def _programs():
     """PTX by what it makes of what. Of ``$`` numbers the first are out, the last is in."""
-    found = {"int4 int8": "shl.b32 t, $2, 4; and.b32 $0, t, 0xF0F0F0F0; and.b32 $1, $2, 0xF0F0F0F0;"}
-    found["scaled fp4 bf16"] = _scaled_fp4("$4", ("$0", "$2", "$1", "$3"), ("$5", "$7", "$5", "$7"))
+    found = {"scaled fp4 bf16": _scaled_fp4("$4", ("$0", "$2", "$1", "$3"), ("$5", "$7", "$5", "$7"))}
     lines = ["prmt.b32 a, $4, 0, 0x4140;"]
     for nibble, (out, scale) in enumerate((("u", "$5"), ("v", "$6"))):
         lines.append(_scaled_nibble("a", nibble, out, scale))
@@ -146,16 +144,6 @@ def assembly(format, dtype, pair=""):
     if INTERPRETING or dtype == tl.float32 or not tl.target_info.cuda_capability_geq(9, 0):
         return None
     return PTX.value[f"{format} {dtype}{pair}"]
-
-
-@triton.jit
-def unpack_int8(packed):
-    """``16 q`` of int4, int8: the tiles of the low and of the high half of uint8 ``packed``."""
-    ASSEMBLY: tl.constexpr = assembly("int4", tl.int8)
-    if ASSEMBLY is not None:
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [packed], (tl.int8, tl.int8), is_pure=True, pack=4)
-    else:
-        return (packed << 4).to(tl.int8, bitcast=True), (packed & 0xF0).to(tl.int8, bitcast=True)
 
 
 @triton.jit

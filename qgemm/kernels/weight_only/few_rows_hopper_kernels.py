@@ -126,8 +126,6 @@ def _few_rows_kernel(
 ):  # fmt: skip
     DEPTH: gl.constexpr = TILE.depth
     WIDTH: gl.constexpr = BLOCK * (2 if FORM.bits == 4 else 1)
-    # Of the residual; where that takes registers for which fewer programs would fit on a multiprocessor, late.
-    LOADS_EARLY: gl.constexpr = TILE.x_rows == 1 and TILE.warps == 8
     if PDL:
         gdc_launch_dependents()
     row = gl.program_id(0) * TILE.rows
@@ -146,23 +144,16 @@ def _few_rows_kernel(
     x_blocks = _x_blocks(x, M, K, stride_xm, WIDTH, TILE)
     blocks = CopiedBlocks(w_blocks, x_blocks, TILE)
     acc = products.zeros()
-    epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, M, N)
-    n, m = products.places(row)
     if PDL:
         gdc_wait()
     for i in gl.static_range(DEPTH - 1):
         x_blocks.copy(i)
         async_copy.commit_group()
-    before = ()
-    if LOADS_EARLY:
-        before = epilogue.load_residual(n, m)
     for step in range(gl.cdiv(num_blocks, TILE.splits)):
         factors = loaded[0]
         loaded = loaded[1:] + (groups.load(step + DEPTH - 1),)
         async_copy.wait_group(DEPTH - 2)
         blocks.copy(step + DEPTH - 1)
         acc = products.add(acc, blocks, step, factors)
-    total = products.total(acc)
-    if not LOADS_EARLY:
-        before = epilogue.load_residual(n, m)
-    products.store(total, row, epilogue, before, out, stride_out)
+    epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, M, N)
+    products.store(products.total(acc), row, epilogue, out, stride_out)

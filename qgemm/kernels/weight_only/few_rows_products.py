@@ -10,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.runtime.jit import constexpr_function
 
 from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
-from qgemm.kernels.stages.epilogue import added
 from qgemm.kernels.stages.unpack_words import INT4_BIAS, times_of_words, unpack_words, zero_of_words
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
@@ -310,25 +309,15 @@ class Products:
         return gl.sum(gl.convert_layout(of_splits, gathered_layout(self.tile)), 0)
 
     @gluon.jit
-    def places(self, row):
-        """``(n, m)`` of a tile's outputs: the weight's rows from ``row`` on, and those of x."""
-        layout: gl.constexpr = gl.SliceLayout(0, gathered_layout(self.tile))
-        n = row + gl.arange(0, self.tile.rows, gl.SliceLayout(1, layout))
-        return n, gl.arange(0, self.tile.columns, gl.SliceLayout(0, layout))
-
-    @gluon.jit
-    def store(self, total, row, epilogue, before, out, stride):
-        """Outputs of the weight's rows from ``row`` on: ``total``, times scales of rows if there are such.
-
-        ``before``: the residual, of ``load_residual``.
-        """
-        n, m = self.places(row)
+    def store(self, total, row, epilogue, out, stride):
+        """Outputs of the weight's rows from ``row`` on: ``total``, times scales of rows if there are such."""
+        rl: gl.constexpr = total.type.layout
+        n = row + gl.arange(0, self.tile.rows, gl.SliceLayout(1, rl))
+        m = gl.arange(0, self.tile.columns, gl.SliceLayout(0, rl))
         if self.form.group == 0:
             factor = scale_value(gl.load(self.scale + n.to(gl.int64) * self.stride, mask=n < self.N, other=0))
             total = total * factor[:, None]
-        total = epilogue.add_bias(epilogue.scale(total), n)
-        if epilogue.residual is not None:
-            total = added(total, before[0])
+        total = epilogue.add(epilogue.scale(total), n, m)
         inside = (m < epilogue.M)[None, :] & (n < self.N)[:, None]
         pointers = out + m.to(gl.int64)[None, :] * stride + n[:, None]
         gl.store(pointers, total.to(out.dtype.element_ty), mask=inside)

@@ -131,8 +131,7 @@ def _consume(
                 added, finishes = add_parts((sums,), at, partial, counts, items, index - items.alone, 0, 1)
                 sums = added[0]
         if finishes:
-            n, m = products.places(index * TILE.rows)
-            products.store(sums, index * TILE.rows, epilogue, epilogue.load_residual(n, m), out, stride_out)
+            products.store(sums, index * TILE.rows, epilogue, out, stride_out)
 
 
 @gluon.jit

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
+from qgemm.kernels.stages.epilogue import added
 
 
 @aggregate
@@ -25,6 +26,14 @@ class SwappedEpilogue:
         """``sums`` times the global scale."""
         if self.global_scale is not None:
             sums = sums * gl.load(self.global_scale) / gl.load(self.global_scale + 1)
+        return sums
+
+    @gluon.jit
+    def add(self, sums, n, m):
+        """Scaled ``sums`` of rows ``n`` of the weight and ``m`` of x, plus bias and residual."""
+        sums = self.add_bias(sums, n)
+        if self.residual is not None:
+            sums = added(sums, self.load_residual(n, m)[0])
         return sums
 
     @gluon.jit

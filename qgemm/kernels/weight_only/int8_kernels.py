@@ -14,13 +14,13 @@ from qgemm.kernels.stages.epilogue import added, rounded
 @triton.jit(do_not_specialize=["M"])
 def _int4_int8_kernel(
     x, weight, C, x_scale, scale, zero_point, bias, residual,
-    M, N, K, G, width, stride_cm,
+    M, N, K, G, width,
     group,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight. ``residual``:
-    as ``C``, or None.
+    """A tile a program. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight. ``C``,
+    and ``residual``, or None: ``[M, N]``, contiguous.
 
     ``STEP``: values along K at a time, of one group: a power of 2, 16 or more. ``WHOLE``: whether groups are whole
     steps, so that each is of one half of a block. int8 products take 32 values at least; of fewer they are float16,
@@ -33,19 +33,21 @@ def _int4_int8_kernel(
     if PDL:
         gdc_wait()
     x_rows = x + m.to(tl.int64)[:, None] * K
-    w_rows = weight + n.to(tl.int64)[None, :] * width
-    scales = scale + n.to(tl.int64) * G
+    # Rows beyond the last are as good as any.
+    own = tl.minimum(n, N - 1).to(tl.int64)
+    w_rows = weight + own[None, :] * width
+    scales = scale + own * G
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for g in range(G):
         if zero_point is not None:
-            zeros = tl.load(zero_point + n.to(tl.int64) * G + g, mask=n < N, other=0)[None, :]
+            zeros = tl.load(zero_point + own * G + g)[None, :]
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         end = min((g + 1) * group, K)
         for start in range(g * group, end, STEP):
             k = start + j
             a = tl.load(x_rows + k[None, :], mask=(m < M)[:, None] & (k < end)[None, :], other=0)
             at = start // (2 * HALF) * HALF + start % HALF + j if WHOLE else k // (2 * HALF) * HALF + k % HALF
-            packed = tl.load(w_rows + at[:, None], mask=(n < N)[None, :] & (k < end)[:, None], other=0)
+            packed = tl.load(w_rows + at[:, None], mask=(k < end)[:, None], other=0)
             if not WHOLE:
                 packed = tl.where((k // HALF % 2 == 0)[:, None], packed << 4, packed)
             elif start // HALF % 2 == 0:
@@ -57,14 +59,15 @@ def _int4_int8_kernel(
                 sums += tl.dot(a.to(tl.float16), q.to(tl.float16)).to(tl.int32)
             else:
                 sums = tl.dot(a, q, sums, out_dtype=tl.int32)
-        total += sums.to(tl.float32) * tl.load(scales + g, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        total += sums.to(tl.float32) * tl.load(scales + g).to(tl.float32)[None, :]
     out = total * tl.load(x_scale + m, mask=m < M, other=0.0)[:, None]
     if bias is not None:
-        out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        out += tl.load(bias + own).to(tl.float32)[None, :]
     if PDL:
         gdc_launch_dependents()
-    at = m.to(tl.int64)[:, None] * stride_cm + n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     if residual is not None:
-        out = added(out, tl.load(residual + at, mask=inside, other=0.0))
-    tl.store(C + at, rounded(out, C.dtype.element_ty), mask=inside)
+        before = residual + m.to(tl.int64)[:, None] * N + n[None, :]
+        out = added(out, tl.load(before, mask=inside, other=0.0))
+    to = C + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(to, rounded(out, C.dtype.element_ty), mask=inside)

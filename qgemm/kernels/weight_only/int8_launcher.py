@@ -219,7 +219,7 @@ def _launch(M: int, N: int, K: int, G: int, group: int, limits: DeviceLimits) ->
     """The product, by the kernel for every GPU."""
     block_m, block_n = min(max(next_power_of_2(M), 16), 64), 64
     step = 64 if G == 1 else max(math.gcd(group, 64), MIN_STEP)
-    numbers = (M, N, K, G, cdiv(K, BLOCK) * HALF, N, group)
+    numbers = (M, N, K, G, cdiv(K, BLOCK) * HALF, group)
     constants = (block_m, block_n, step, G == 1 or group % step == 0, HALF, limits.pdl)
     return Launch(
         _int4_int8_kernel, cdiv(M, block_m) * cdiv(N, block_n), numbers, constants, num_warps=8, num_stages=2,

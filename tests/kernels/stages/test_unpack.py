@@ -39,14 +39,6 @@ def unpack_kernel(packed, low, high, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def unpack_int8_kernel(packed, low, high):
-    offsets = tl.arange(0, 256)
-    first, second = unpack.unpack_int8(tl.load(packed + offsets))
-    tl.store(low + offsets, first)
-    tl.store(high + offsets, second)
-
-
-@triton.jit
 def widen_kernel(values, out, FORMAT: tl.constexpr):
     offsets = tl.arange(0, 256)
     tl.store(out + offsets, unpack.widen(tl.load(values + offsets), FORMAT, out.dtype.element_ty))
@@ -76,13 +68,6 @@ def test_halves_of_every_byte(format: str, dtype: torch.dtype, device: torch.dev
         kernel[(1,)](packed.to(device), low, high, format)
         for found, expected in zip((low, high), halves(dtype, format), strict=True):
             assert torch.equal(found.cpu(), expected)
-
-
-def test_halves_as_int8(device: torch.device) -> None:
-    low, high = (torch.empty(256, dtype=torch.int8, device=device) for _ in range(2))
-    unpack_int8_kernel[(1,)](BYTES.to(device), low, high)
-    for found, expected in zip((low, high), halves(torch.int8, "int4"), strict=True):
-        assert torch.equal(found.cpu(), 16 * expected)
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -121,12 +106,6 @@ def test_the_assembly_of_halves(format: str, dtype: str) -> None:
     out = run(unpack.PTX.value[f"{format} {dtype}"], 4)
     for found, expected in zip((out[:2], out[2:]), halves(DTYPES[dtype], format), strict=True):
         assert torch.equal(lanes(found).view(DTYPES[dtype]), expected)
-
-
-def test_the_assembly_of_int8_halves() -> None:
-    low, high = run(unpack.PTX.value["int4 int8"], 2)
-    for found, expected in zip((low, high), halves(torch.int8, "int4"), strict=True):
-        assert found == (16 * expected).view(torch.int32).tolist()
 
 
 @pytest.mark.parametrize("half", [0, 1])
