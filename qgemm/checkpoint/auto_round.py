@@ -73,22 +73,24 @@ def _read_fp8(quantization: dict[str, Any], stored: dict[str, StoredTensor], con
     """The contents of a checkpoint in fp8, whose activations are static, dynamic, or in float."""
     size, size_of_inputs = quantization.get("group_size"), quantization.get("act_group_size", -1)
     blocks = size if isinstance(size, list) else None
-    if quantization.get("act_bits", 16) == 8:
+    if (act_bits := quantization.get("act_bits")) not in (None, 8, 16, 32):
+        raise unsupported(f"{config_path}: act_bits is {act_bits!r}; with fp8 weights qgemm reads 8, and 16 for float")
+    if act_bits == 8:
         # For all of a token, or all there is: the former is at least as fine.
         if blocks is None and size_of_inputs not in (-1, 0):
             raise unsupported(f"{config_path}: act_group_size is {size_of_inputs!r}; qgemm has a scale for each token")
         is_static = quantization.get("act_dynamic") is False
         scheme = "static" if is_static else "dynamic"
-        said = {**quantization, "activation_scheme": scheme, "weight_block_size": blocks}
-        contents = fp8.read(said, stored, config_path)
-    elif blocks is None:
-        contents = Contents.of_files(stored)
-        for name in stored:
-            layer, leaf = split_name(name)
-            if leaf == "weight_scale":
-                note_fp8(contents, layer, resolve_scheme("fp8-weight"))
-    else:
+        cache = asks_for_cache(quantization)
+        said = {"activation_scheme": scheme, "weight_block_size": blocks, "kv_cache_scheme": cache}
+        return fp8.read({**quantization, **said}, stored, config_path)
+    if blocks is not None:
         raise unsupported(f"{config_path}: group_size is {size!r}; qgemm has no fp8 blocks with activations in float")
+    contents = Contents.of_files(stored)
+    for name in stored:
+        layer, leaf = split_name(name)
+        if leaf == "weight_scale":
+            note_fp8(contents, layer, resolve_scheme("fp8-weight"))
     leave_to_cache(contents, asks_for_cache(quantization))
     return contents
 

@@ -34,7 +34,8 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     Raises ``CheckpointError`` for layers that round float weights at each call, or normalize their input.
     """
     kind = quantization.get("linear_class", "bitlinear")
-    if kind not in _TO_SCALE:
+    to_scale = _TO_SCALE.get(kind) if isinstance(kind, str) else None
+    if to_scale is None:
         raise unsupported(f"{config_path}: linear_class is {kind!r}; qgemm reads 'bitlinear' and 'autobitlinear'")
     if kind == "autobitlinear" and quantization.get("quantization_mode", "offline") != "offline":
         raise unsupported(f"{config_path}: quantization_mode is 'online', which rounds float weights at each call")
@@ -46,7 +47,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         if leaf == "weight_scale":
             if kind == "autobitlinear" and f"{layer}.bias" in stored:
                 raise unsupported(f"{config_path}: {layer} has a bias, which autobitlinear multiplies by the scale")
-            _note_layer(contents, layer, _TO_SCALE[kind])
+            _note_layer(contents, layer, to_scale)
     return contents
 
 
@@ -62,6 +63,9 @@ def _note_layer(contents: Contents, layer: str, to_scale: Callable[[Tensor], Ten
 
 
 def _scales(to_scale: Callable[[Tensor], Tensor], N: int, value: Tensor) -> Tensor:
+    """Raises ``ValueError`` for what isn't finite: 1 / Inf would be a scale."""
+    if not bool(value.isfinite().all()):
+        raise ValueError("holds NaN or Inf")
     return for_each(to_scale(value), N)
 
 

@@ -66,13 +66,13 @@ def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> Non
         contents.notes = [note for note in contents.notes if note == NOTE or note.startswith(ABOUT_FILES)]
 
 
-def restore_float(contents: Contents, name: str, module: nn.Module) -> bool:
-    """Has the layer ``name`` of ``contents`` made in float, as the ``weight`` of ``module``; whether it can be."""
+def restore_float(contents: Contents, name: str, module: nn.Module) -> None:
+    """Has the layer ``name`` of ``contents`` made in float, if it can be: as the ``weight`` of ``module``."""
     weight, scheme = module._parameters.get("weight"), contents.manifest.layers[name]
     if weight is None or is_conv1d(module) or linear_class(scheme).folds_bias:
-        return False
+        return
     if weight.shape != (contents.shapes.get(name) or contents.headers[f"{name}.weight"].shape):
-        return False
+        return
     N, K = weight.shape
     old, dtype = linear_class(scheme)(K, N, False, "meta", scheme=scheme), weight.dtype
     leaves = [leaf for leaf, _ in old.named_parameters(recurse=False)]
@@ -89,7 +89,6 @@ def restore_float(contents: Contents, name: str, module: nn.Module) -> bool:
     del contents.manifest.layers[name]
     contents.shapes.pop(name, None)
     contents.restored.append(name)
-    return True
 
 
 def convert_layers(model: nn.Module, scheme: QuantScheme, is_split: bool = False) -> bool:

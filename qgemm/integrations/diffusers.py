@@ -30,7 +30,7 @@ def _dtype(self: Any) -> torch.dtype:
         for key, parameter in module._parameters.items():
             if parameter is None or key in fixed or any(part in f"{name}.{key}" for part in kept):
                 continue
-            if parameter.is_floating_point() and parameter.itemsize > 1:
+            if parameter.is_floating_point():
                 dtype: torch.dtype = parameter.dtype if after_quantized else _dtype_of_floats(self)
                 return dtype
     return _dtype_of_floats(self)  # type: ignore[no-any-return]

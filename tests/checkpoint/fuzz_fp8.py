@@ -1,4 +1,4 @@
-"""Good checkpoints in fp8 of FBGEMM, AutoFP8 and ModelOpt for the fuzzer, and one whose inputs have a zero point."""
+"""Good checkpoints in small floats of FBGEMM, AutoFP8, AutoRound and ModelOpt for the fuzzer; one has a zero point."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from qgemm.checkpoint import save_quantized
 
 Tensors = dict[str, Tensor]
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+AUTO_ROUND = {"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": 0}
+_W4A8 = {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}
+_AUTO_STATIC = {**AUTO_ROUND, "act_bits": 8, "act_group_size": 0, "act_dynamic": False}
 # The name of a folder, the scheme of its layer, what its tensors are called there, and the config.
 FOLDERS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     ("fbgemm", "fp8", {}, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
@@ -23,6 +26,9 @@ FOLDERS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     ("fp8-static", "fp8-static", {"input_scale": "activation_scale"}, STATIC),
     ("modelopt-fp8", "fp8-static", {}, {"quant_method": "modelopt", "quant_algo": "FP8"}),
     ("modelopt-mxfp8", "mxfp8", {}, {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
+    ("modelopt-mxfp4", "mxfp4", {"weight_packed": "weight"}, _W4A8),
+    ("auto-round-static", "fp8-static", {}, _AUTO_STATIC),
+    ("auto-round-weight", "fp8-weight", {}, AUTO_ROUND),
 ]
 
 
@@ -32,7 +38,7 @@ def make_fp8(folder: Path) -> list[Good]:
     for name, scheme, leaves, quantization in FOLDERS:
         save_quantized(net_of(scheme), folder / name, format="compressed-tensors")
         edit_shards(folder / name, partial(renamed, leaves))
-        if name not in ("fbgemm", "modelopt-mxfp8"):
+        if name != "fbgemm" and "mxfp" not in scheme:
             edit_shards(folder / name, _of_the_whole_tensor)
         path = folder / name / CONFIG
         path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))

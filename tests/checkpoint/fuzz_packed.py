@@ -1,4 +1,4 @@
-"""Good checkpoints of GPTQ, AWQ, AutoRound, bitsandbytes' nf4 and torchao for the fuzzer, and how to break these.
+"""Good checkpoints of GPTQ, AWQ, AutoRound, BitNet, bitsandbytes' nf4 and torchao for the fuzzer, and their breaks.
 
 What a loaded layer must be is computed here from the files by the formats' descriptions: the float weight that its
 values stand for.
@@ -63,6 +63,7 @@ def make_packed(folder: Path, breaks: list[Break]) -> list[Good]:
         ("awq", [each.awq() for each in asymmetric], awq, check_awq),
         ("auto-round", [each.gptq(1) for each in plain], auto_round, check_gptq),
         ("torchao", [_int8(0), _intx(1), _fp8(2)], {"quant_method": "torchao"}, check_torchao),
+        ("bitnet", [_ternary(seed) for seed in range(3)], {"quant_method": "bitnet"}, check_bitnet),
     ]
     made = []
     for name, layers, config, check in written:
@@ -151,6 +152,13 @@ def _fp8(seed: int) -> Tensors:
     }
 
 
+def _ternary(seed: int) -> Tensors:
+    torch.manual_seed(seed)
+    parts = torch.randint(3, (4, WIDTH // 4, WIDTH))
+    octets = (parts * torch.tensor([1, 4, 16, 64])[:, None, None]).sum(0)
+    return {"weight": octets.to(torch.uint8), "weight_scale": torch.rand(1).bfloat16()}
+
+
 def _nf4(seed: int, double: bool) -> Tensors:
     torch.manual_seed(seed)
     count = NF4_WIDTH * NF4_WIDTH
@@ -235,6 +243,13 @@ def check_awq(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:
         size = size if size > 0 and -(-K // size) == count else K // count
         values, zeros = columns(own["qweight"]).t(), columns(own["qzeros"]).t()
         _assert_weight(layer, _grouped(values, zeros, own["scales"].t(), torch.arange(K) // size))
+
+
+def check_bitnet(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:
+    for layer, own in _layers(model, files):
+        values = torch.cat([own["weight"].int() // 4**place % 4 - 1 for place in range(4)])
+        scale = own["weight_scale"].float()
+        _assert_weight(layer, values * (1 / scale))
 
 
 def check_torchao(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:

@@ -92,17 +92,19 @@ STATIC = {"act_bits": 8, "act_data_type": "fp", "act_group_size": 0, "act_dynami
             {**STATIC, "group_size": [128, 128], "act_group_size": 128, "act_dynamic": True},
             "fp8-block",
         ),
-        ({"weight_scale": (1,)}, {"group_size": 0}, "fp8-weight"),
+        (
+            {"weight_scale": (1,)},
+            {"group_size": 0, "extra_config": {"b": {"bits": 16}, "c": {"bits": 32}, "d": None}},
+            "fp8-weight",
+        ),
     ],
 )
 def test_fp8(scale: dict[str, tuple[int, ...]], config: dict[str, Any], scheme: str, tmp_path: Path) -> None:
     scales = {leaf: torch.full(shape, 0.5, dtype=torch.bfloat16) for leaf, shape in scale.items()}
-    folder = write(
-        tmp_path,
-        {"a": {"weight": torch.full((16, 64), 2.0).to(torch.float8_e4m3fn), **scales}},
-        {**CONFIG, **FP8, **config},
-    )
-    layer: Any = qgemm.load_quantized(folder, model=linears(a=(16, 64)))["a"]
+    tensors = {"weight": torch.full((16, 64), 2.0).to(torch.float8_e4m3fn), "k_scale": torch.ones(1), **scales}
+    folder = write(tmp_path, {"a": tensors, "b": {"weight": torch.ones(2, 64)}}, {**CONFIG, **FP8, **config})
+    with pytest.warns(UserWarning, match="its scales of keys and values are not used"):
+        layer: Any = qgemm.load_quantized(folder, model=linears(a=(16, 64), b=(2, 64)))["a"]
     assert layer.scheme.name == scheme
     assert torch.equal(layer.dequantize(torch.float32).weight, torch.ones(16, 64))
     assert "input_scale" not in scale or float(layer.input_scale) == 0.5
@@ -118,6 +120,7 @@ MXFP4 = {
     ("tensors", "config", "message"),
     [
         (E4M3, {**FP8, "act_bits": 8, "act_dynamic": True, "act_group_size": 64}, "act_group_size is 64"),
+        (E4M3, {**FP8, "act_bits": 4}, "act_bits is 4"),
         (E4M3, {**FP8, "group_size": [128, 128]}, r"group_size is \[128, 128\]"),
         (E4M3, {**FP8, "data_type": "fp8_e5m2"}, "data_type is 'fp8_e5m2'"),
         (E4M3, {**FP8, "extra_config": {"a": {"bits": 4}}}, "extra_config of 'a' has another kind than its fp8"),

@@ -70,7 +70,7 @@ def test_the_fuzzer_knows_what_other_libraries_files_mean(tmp_path: Path) -> Non
     """All of a model's tensors, without asking the reader, but for those of formats that a check is for."""
     (tmp_path / "good").mkdir()
     goods = [one for one in fuzz.make_every_foreign(tmp_path / "good") if one.check is None]
-    assert len(goods) == 18
+    assert len(goods) == 21
     for good in goods:
         assert good.meaning is not None
         meant = good.meaning(fuzz.read_files(good.files, good.files))

@@ -157,12 +157,13 @@ def test_a_whole_row_needs_no_order(tmp_path: Path) -> None:
     assert torch.equal(weight_of(model["a"]), layer.weight)
 
 
-def test_an_order_of_zeros_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [V1, None])
+def test_an_order_of_zeros_is_none(config: dict[str, Any] | None, tmp_path: Path) -> None:
     # As GPTQ-for-LLaMa left it where it didn't order columns.
-    layer = Layer()
+    layer = Layer(symmetric=config is None)
     tensors = {**layer.gptq(), "g_idx": torch.zeros(64, dtype=torch.int32)}
-    model = read(write(tmp_path, {"a": tensors}, V1))
-    assert model["a"].scheme.name == "int4-32-asymmetric"
+    model = read(write(tmp_path, {"a": tensors}, config))
+    assert model["a"].scheme.name == ("int4-32-asymmetric" if config else "int4-32")
     assert torch.equal(weight_of(model["a"]), layer.weight)
 
 

@@ -70,7 +70,8 @@ def test_layers_in_fp8(scales: dict[str, Tensor], algorithm: str, scheme: str, t
 @pytest.mark.parametrize("method", ["modelopt", "modelopt_mixed"])
 def test_the_algorithm_of_a_layer(method: str, name: str, tmp_path: Path) -> None:
     tensors = {"weight": E4M3, "weight_scale": torch.full((32,), 0.5)}
-    named = {"1": {"quant_algo": "NVFP4"}, name: {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
+    others = dict.fromkeys(("1", "1*"), {"quant_algo": "NVFP4"})
+    named = {**others, name: {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
     layer = load(tmp_path, tensors, "MIXED_PRECISION", quantized_layers=named, quant_method=method)
     assert layer.scheme.name == "fp8"
 

@@ -335,3 +335,21 @@ def test_inputs_that_the_model_does_not_take() -> None:
     model = fuse(quantized("llama").model, {"pixels": torch.ones(2)})
     assert all(record.parts == () for record in fusion_report(model).records)
     assert "the model can't take the inputs passed (" in fusion_report(model).records[0].reason
+
+
+def test_attention_with_a_parameter_of_its_own_is_left_alone() -> None:
+    model: Any = quantized("llama").model
+    model.model.layers[1].self_attn.temperature = nn.Parameter(torch.ones(1))
+    fuse(model)
+    assert fused_parts(model)[:2] == (BOTH, ("mlp",))
+    assert "LlamaAttention has more than projections and norms: temperature" in fusion_report(model).records[1].reason
+
+
+def test_an_mlp_that_takes_anything_is_fused() -> None:
+    example = quantized("llama")
+    model: Any = example.model
+    mlp = model.model.layers[0].mlp
+    plain = type(mlp).forward
+    mlp.__class__ = type("OpenMLP", (type(mlp),), {"forward": lambda self, x, **others: plain(self, x)})
+    fuse(model)
+    assert fused_parts(model)[:2] == (BOTH, BOTH)

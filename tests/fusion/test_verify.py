@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from qgemm import fuse, fusion_report
-from qgemm.fusion.verify import MAX_ERROR, _error
+from qgemm import QuantLinear, fuse, fusion_report
+from qgemm.fusion.siblings import SiblingWatch
+from qgemm.fusion.verify import MAX_ERROR, _error, random_values, record_calls
 from tests.fusion.test_fuse import BOTH, MIXTURE, fused_parts, quantized
 
 
@@ -64,3 +66,75 @@ def test_a_scale_counts_for_more_than_roundings() -> None:
     off[2, :3] *= 1.01  # three tokens of fifteen
     assert _error(off, added) < MAX_ERROR
     assert _error(off * float("nan"), added) == float("inf")
+
+
+class Scaled(nn.Module):
+    """``scale * hidden_states``."""
+
+    def forward(self, hidden_states: Tensor, scale: float = 1.0, **others: Any) -> Tensor:
+        return scale * others.get("old_name", hidden_states)
+
+
+class Calls(nn.Module):
+    """Calls its layer once, in one of several ways."""
+
+    def __init__(self, way: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = Scaled()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self.layer, x).zero_()  # in place, as code around a layer may
+
+
+@pytest.mark.parametrize(
+    ("way", "others"),
+    [
+        (lambda layer, x: layer(x), {}),
+        (lambda layer, x: layer(x, 2.0), {"scale": 2.0}),
+        (lambda layer, x: layer(x, scale=2.0, past_key_values=None), {"scale": 2.0}),
+        (lambda layer, x: layer(scale=2.0, hidden_states=x), {"scale": 2.0}),
+        (lambda layer, x: layer(None, 2.0, old_name=x), None),
+    ],
+)
+def test_a_call_is_recorded_by_names(way: Callable[..., Tensor], others: dict[str, Any] | None) -> None:
+    model, x = Calls(way), torch.ones(2, 3)
+    calls = record_calls(model, [model.layer], {"x": x}, SiblingWatch({}))
+    assert not model.layer._forward_hooks
+    if others is None:
+        assert calls == {}
+        return
+    (call,) = calls.values()
+    assert call.x is x
+    assert call.others == others
+    assert torch.equal(call.output, others.get("scale", 1.0) * x)
+
+
+def test_values_that_show_nothing_are_others_for_a_while() -> None:
+    layer = nn.Module()
+    values = {"ones": torch.ones(4), "zeros": torch.zeros(4), "zero": torch.zeros(1), "halves": torch.full((4,), 0.5)}
+    for name, value in values.items():
+        layer.register_parameter(name, nn.Parameter(value.clone(), requires_grad=name == "ones"))
+        layer.register_buffer(f"{name}_buffer", value.to(torch.bfloat16))
+    left = {"spread": torch.tensor([1.0, 2.0]), "other": torch.tensor(0.5), "empty": torch.empty(0)}
+    for name, value in left.items():
+        layer.register_parameter(name, nn.Parameter(value))
+    layer.register_buffer("numbers", torch.ones(4, dtype=torch.int64))
+    layer.register_buffer("made", torch.ones(4), persistent=False)
+    layer.quantized = QuantLinear.from_linear(nn.Linear(16, 16))
+    layer.quantized.bias.data.zero_()
+    before = dict([*layer.named_parameters(), *layer.named_buffers()])
+    copies = {name: value.clone() for name, value in before.items()}
+    with random_values(layer) as are_random:
+        assert are_random
+        now = dict([*layer.named_parameters(), *layer.named_buffers()])
+        others = {name for name, value in now.items() if not torch.equal(value, copies[name])}
+        assert others == {*values, *(f"{name}_buffer" for name in values)}
+        assert all(now[name].dtype == copies[name].dtype for name in now)
+        for name in others:
+            assert 0.2 < now[name].min() <= now[name].max() < 2
+            assert len(now[name].unique()) == now[name].numel()
+    after = dict([*layer.named_parameters(), *layer.named_buffers()])
+    assert all(after[name] is value and torch.equal(value, copies[name]) for name, value in before.items())
+    with random_values(layer.quantized) as are_random:
+        assert not are_random

@@ -53,6 +53,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
 def test_the_dtype_stays_that_of_the_float_model(scheme: str, model: nn.Module) -> None:
     assert model.dtype == torch.bfloat16
     assert quantize_model(model, scheme).dtype == torch.bfloat16
+    model.proj_out.bias = None
+    assert isinstance(model.dtype, torch.dtype)  # of what is left
 
 
 def test_a_quantized_model_is_not_saved_as_a_float_one(model: nn.Module, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_experts_that_transformers_puts_together_itself(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_router_is_restored_to_float(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_router_is_restored_to_float(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Older versions of libraries found a linear layer there, and quantized it like any other.
     folder = tmp_path / "foreign"
     write(qgemm.quantize_model(MIXTURES["qwen3_moe"]().model), folder, "qwen3_moe")
@@ -153,6 +153,10 @@ def test_a_router_is_restored_to_float(dtype: torch.dtype, tmp_path: Path) -> No
     if dtype == torch.float32:
         with pytest.warns(UserWarning, match="restored to float"):
             assert same_tensors(model, qgemm.load_quantized(folder))
+        monkeypatch.setattr("qgemm.integrations.transformers.foreign.is_cut", lambda model: True)
+        refused = pytest.raises(ValueError, match="in one process alone")
+        with pytest.warns(UserWarning, match="restored to float"), refused:
+            load(folder)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -135,9 +135,20 @@ def test_prompts_are_computed_in_parts(
     assert [size for size in parts if size[1] == 3] == [(3, 3)]
 
 
-def test_prompts_whose_angles_depend_on_the_longest_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = copy.deepcopy(_llama())
+def _depend_on_the_longest(model: Any) -> None:
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+
+
+def _have_a_forward_of_their_own(model: Any) -> None:
+    model.forward = model.forward  # which may look at all of a batch
+
+
+@pytest.mark.parametrize("change", [_depend_on_the_longest, _have_a_forward_of_their_own])
+def test_prompts_that_may_depend_on_others_stay_together(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = copy.deepcopy(_llama())
+    change(model)
     sizes = []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True

@@ -184,12 +184,16 @@ def test_a_cache_is_continued(graphs: list[Any], make: Callable[[PreTrainedModel
 
 def test_a_model_that_was_changed_is_seen(graphs: list[Any]) -> None:
     model: Any = FAMILIES["llama"]().model.to(DEVICE)
+    first, second = (layer.mlp for layer in model.model.layers)
+    first.act_fn, second.act_fn.forward = torch.nn.SiLU().eval(), torch.nn.functional.silu
     qgemm.fast_generate(model)
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     model.generate(PROMPTS, **options)
     changes: list[Callable[[], object]] = [
         lambda: model.lm_head.weight.set_(model.lm_head.weight.flip(0)),
         lambda: model.model.norm.register_forward_hook(lambda module, inputs, output: output.neg()),
+        lambda: setattr(first, "act_fn", torch.nn.ReLU().eval()),  # which has the attributes of SiLU
+        lambda: setattr(second.act_fn, "forward", torch.nn.functional.gelu),
         lambda: qgemm.quantize_model(model),
     ]
     for count, change in enumerate(changes, 1):

@@ -9,13 +9,16 @@ import pytest
 import torch
 from families import FAMILIES, VOCABULARY
 from torch import Tensor
-from transformers import DynamicCache, MllamaForCausalLM, MllamaTextConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, MllamaForCausalLM, MllamaTextConfig, PreTrainedModel
 from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import qgemm
-from qgemm.integrations.transformers.cache import ARGUMENT
+from qgemm.integrations.transformers.cache import ARGUMENT, ATTENTION
 from qgemm.integrations.transformers.generate import loop
+from qgemm.integrations.transformers.generate.contexts import Attention
+from qgemm.integrations.transformers.generate.covered import NotCovered
+from qgemm.integrations.transformers.generate.request import check_settings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = (torch.arange(3, 24).reshape(3, 7) * 11 % 90 + 5).to(DEVICE)
@@ -108,6 +111,14 @@ def test_adapters_of_each_prompt_are_given_all_prompts(monkeypatch: pytest.Monke
     assert torch.equal(model.generate(**options), expected)
 
 
+def test_inputs_that_hold_nothing_are_covered() -> None:
+    for empty in (None, {}):
+        check_settings(GenerationConfig(), {"image_outputs": empty}, synced=False)
+    for value in ({"last_hidden_state": PROMPTS}, PROMPTS, 0):
+        with pytest.raises(NotCovered, match="image_outputs is passed"):
+            check_settings(GenerationConfig(), {"image_outputs": value}, synced=False)
+
+
 def test_no_custom_generate(llama: Any) -> None:
     expected, result = both(llama, lambda: llama.generate(PROMPTS, **SETTINGS, max_new_tokens=5, custom_generate=None))
     assert torch.equal(result, expected)
@@ -158,6 +169,20 @@ def test_parts_of_a_model_keep_the_attention_that_they_have() -> None:
     model.generate(PROMPTS, **SETTINGS, max_new_tokens=2)
     parts = (model.config, model.config.text_config, model.config.vision_config)
     assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
+
+
+def test_the_last_call_of_all_restores_the_attention(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A model may have no such part, though its class has.
+    monkeypatch.setattr(type(llama.config), "sub_configs", {"audio_config": type(llama.config)})
+    monkeypatch.setattr(type(llama.config), "audio_config", None, raising=False)
+    attention = Attention()
+    with attention.call():
+        attention.use(llama, "eager")
+        with attention.call():
+            attention.use(llama, ATTENTION)
+            assert attention.own(llama) == "sdpa"
+        assert llama.config._attn_implementation == ATTENTION
+    assert llama.config._attn_implementation == attention.own(llama) == "sdpa"
 
 
 def test_a_call_that_ends_leaves_the_attention_to_another(llama: Any) -> None:

@@ -17,7 +17,8 @@ MAX_VALUES = 64
 def fingerprint(model: PreTrainedModel) -> Hashable:
     """Attributes of modules and the config: numbers and strings, in lists and dictionaries too, others by identity.
 
-    Of modules also hooks, and addresses of tensors. About 4 us a module. Changes inside of other objects aren't seen.
+    Of modules also the class, hooks, and addresses of tensors. About 4 us a module. Changes inside of other objects
+    aren't seen.
     """
     config = model.config
     configs = {id(each): each for each in (config, config.get_text_config(decoder=True))}
@@ -26,6 +27,7 @@ def fingerprint(model: PreTrainedModel) -> Hashable:
 
 def _of(module: nn.Module) -> Hashable:
     return (
+        id(type(module)),
         module.training,
         _of_attributes(module),
         *[parameter.data_ptr() for parameter in module._parameters.values() if parameter is not None],
