@@ -174,7 +174,7 @@ def _given(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
             built = model()
     except NotImplementedError as error:  # "Cannot copy out of meta tensor", mostly
         raise TypeError(
-            f"model() failed, whose parameters have no values while it runs ({error}): if it moves or reads them, pass "
+            f"model() failed ({error}): parameters have no values while it runs, so if it moves or reads them, pass "
             "the float model itself, model=build() instead of model=build"
         ) from error
     if not isinstance(built, nn.Module):

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -28,14 +28,16 @@ from qgemm.nn.blocks.attention import (
     Temperature,
     cosines_and_sines,
 )
-from qgemm.nn.blocks.cross_attention import FusedCrossAttention
+from qgemm.nn.blocks.cross_attention import KEY_VALUE_STATES, STATES, FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
+from qgemm.nn.blocks.position_bias import POSITION_BIAS, PositionBias, attend
 from qgemm.nn.blocks.steps import NormStep
 
 # Queries, keys and values; one layer that has them all.
 _QUERY_KEY_VALUE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
+    ("query_proj", "key_proj", "value_proj"),
     ("q_lin", "k_lin", "v_lin"),
     ("q", "k", "v"),
     ("qkv_proj",),
@@ -48,7 +50,7 @@ _QUERY_KEY_VALUE = (
 )
 _BY_HEAD = ("query_key_value",)
 _LATENTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
-OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin", "Wo", "projection_layer", "projection", "proj")
+OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin", "Wo", "projection_layer", "projection", "proj", "o")
 _HEAD_NORMS = (
     ("q_norm", "k_norm"),
     ("q_layernorm", "k_layernorm"),
@@ -60,7 +62,17 @@ _FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 _ROTATE, _ROTATE_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
 _ROTATIONS = "apply_rotary"  # how the names of all rotations begin
 _SCALE_BY_POSITION = "get_llama_4_attn_scale"
-_HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
+_HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+_COMPUTE_BIAS, _BIAS_TABLE = "compute_bias", "relative_attention_bias"
+_BIAS_ARGUMENTS = ["query_length", "key_length", "device", "past_seen_tokens"]
+_MASKS = ("attention_mask", "mask")
+# All that the code of attention names if it is softmax(q @ k.T * scale + bias + mask) @ v, and its arguments.
+_OPERATORS = {
+    *("torch", "nn", "functional", "math", "matmul", "softmax", "Softmax", "sqrt", "dropout"),
+    *("view", "reshape", "transpose", "permute", "contiguous", "size", "shape"),
+    *("all_head_size", "attention_head_size", "num_attention_heads"),
+}
+_ARGUMENTS = {"self", "hidden_states", *_MASKS, POSITION_BIAS, "output_attentions", "kwargs"}
 
 
 @dataclass(frozen=True)
@@ -134,7 +146,8 @@ def find_attention(
     columns = getattr(attention, "rotary_ndims", None)
     norms = _head_norms(attention, head_dim)
     values, value_norm = _values(attention, len(names) == 2, norms, head_dim)
-    _check_uses_all(attention, *qkv.layers, out, value_norm, *((norms.query, norms.key) if norms else ()))
+    bias, table = _position_bias(attention)
+    _check_uses_all(attention, *qkv.layers, out, value_norm, table, *((norms.query, norms.key) if norms else ()))
     fused = FusedAttention(
         attention,
         qkv,
@@ -158,7 +171,9 @@ def find_attention(
         shared=_shared(attention),
         temperature=_temperature(attention),
         position_scale=_position_scale(attention),
+        position_bias=bias,
         untold=tuple(untold),
+        mask_name=_name_of(attention, _MASKS),
         cache_name=cache_name,
         packed=SEQUENCES in inspect.signature(type(attention).forward).parameters,
     )
@@ -179,11 +194,14 @@ def find_cross_attention(
     attention: Any, out: nn.Module | None, names: Mapping[str, str | None], defaults: Mapping[str, Any], call: Call
 ) -> FusedCrossAttention:
     """How ``attention`` to an encoder computes. ``names``: what arguments of the layer are called there."""
-    if out is None or not all(map(attention._modules.get, _QUERY_KEY_VALUE[0])):
+    projections = next((own for own in _QUERY_KEY_VALUE if all(map(attention._modules.get, own))), ())
+    if out is None or len(projections) != 3:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
     functions, eager, scaling, head_dim = _told(attention)
-    query, key, value = (attention._modules[name] for name in _QUERY_KEY_VALUE[0])
-    _check_uses_all(attention, query, key, value, out)
+    query, key, value = (attention._modules[name] for name in projections)
+    bias, table = _position_bias(attention)
+    mask_name = _name_of(attention, _MASKS)
+    _check_uses_all(attention, query, key, value, out, table)
     fused = FusedCrossAttention(
         attention,
         merge([query]),
@@ -194,8 +212,11 @@ def find_cross_attention(
         eager,
         scaling,
         1.0,
-        names,
+        {"attention_mask": mask_name, **names},
         _cache_name(attention, defaults),
+        _name_of(attention, (KEY_VALUE_STATES, STATES)),
+        mask_name,
+        bias,
     )
     found: FusedCrossAttention = _nearest(_with_scaled_queries([fused]), call, defaults)
     return found
@@ -257,19 +278,46 @@ def _told(attention: Any) -> tuple[Any, Any, float, int]:
     """
     module = sys.modules[type(attention).__module__]
     functions, eager = (getattr(module, name, None) for name in (_FUNCTIONS, _EAGER))
+    if _names_operators_alone(attention):
+        functions, eager = None, attend
     scaling = getattr(attention, "scaling", getattr(attention, "scale", None))
     head_dim = next((getattr(attention, name) for name in _HEAD_DIM if hasattr(attention, name)), None)
     if scaling is None and head_dim is not None:
         scaling = head_dim**-0.5
-    if (
-        functions is None
-        or eager is None
-        or not isinstance(scaling, float)
-        or head_dim is None
-        or (_FUNCTIONS not in code_of(attention).co_names)
-    ):
+    calls = eager is attend or (functions is not None and _FUNCTIONS in code_of(attention).co_names)
+    if not calls or eager is None or not isinstance(scaling, float) or head_dim is None:
         raise NotFused(f"{type(attention).__name__} doesn't call an attention function of transformers")
     return functions, eager, scaling, head_dim
+
+
+def _names_operators_alone(attention: nn.Module) -> bool:
+    """Whether the code of ``attention`` has projections, what a softmax of scores takes, and nothing else.
+
+    Then it computes the same for all tokens; which scale it has and what it adds is verified.
+    """
+    code = code_of(attention)
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    names = {*code.co_names} - {*OUT}.union(*_QUERY_KEY_VALUE)
+    others = [each for each in code.co_consts if isinstance(each, float | CodeType)]
+    known = names <= _OPERATORS and {*code.co_varnames[:count]} <= _ARGUMENTS and not others
+    return known and not {"softmax", "Softmax"}.isdisjoint(names)
+
+
+def _position_bias(attention: Any) -> tuple[PositionBias | None, nn.Module | None]:
+    """What the module adds to scores if it is given nothing, and the module of what it has learned for that."""
+    compute = getattr(attention, _COMPUTE_BIAS, None)
+    if compute is None or POSITION_BIAS not in constants_of(attention):
+        return None, None
+    if [*inspect.signature(compute).parameters] != _BIAS_ARGUMENTS:
+        raise NotFused(f"{type(attention).__name__} has a bias of positions of an unknown kind")
+    table = attention._modules.get(_BIAS_TABLE)
+    return PositionBias(table is not None), table
+
+
+def _name_of(attention: nn.Module, names: Sequence[str]) -> str:
+    """Which of ``names`` is an argument of ``attention``; the first if none is."""
+    parameters = inspect.signature(type(attention).forward).parameters
+    return next((name for name in names if name in parameters), names[0])
 
 
 def _rotate(attention: nn.Module) -> Any:

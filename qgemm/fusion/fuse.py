@@ -44,6 +44,8 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
         raise ValueError(f"{type(model).__name__} holds no quantized layer to fuse: call quantize_model first")
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if is_layer(module)}
+    # A part of a layer, as MPNet's attention with its norm, is none itself.
+    layers = {name: module for name, module in layers.items() if name.rpartition(".")[0] not in layers}
     mlps = {name: module for name, module in modules.items() if is_mlp(module) and name not in layers}
     for module in modules.values():
         unbind(module)
@@ -181,15 +183,25 @@ def _returns_bias(call: Call) -> bool:
     return returned is not None and (given is None or (isinstance(given, Tensor) and torch.equal(given, returned)))
 
 
+def _why_not_returned(fused: FusedLayer, call: Call, returned: int) -> str:
+    """Why ``fused`` can't return the ``returned`` values that the layer returned in ``call``; empty if it can."""
+    if returned > 2 + fused.returns_bias:
+        return f"it returns {returned} values"
+    if returned == 2 and not fused.returns_bias:
+        if _returns_bias(call):
+            return "it returns a bias for the next layer"
+        if call.output[1] is not None and getattr(fused.steps[0].branch, "functions", ...) is None:
+            return "it returns the weights of attention"
+    return ""
+
+
 def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer | None, float | None, str]:
     """The one of ``candidates`` that computes what the layer does in ``call``, its error, and why it is none."""
     if not candidates:
         return None, None, ""
     returned = len(call.output) if isinstance(call.output, tuple) else 0
-    if returned > 2:
-        return None, None, f"it returns {returned} values"
-    if returned == 2 and _returns_bias(call):
-        return None, None, "it returns a bias for the next layer"
+    if reason := _why_not_returned(candidates[0], call, returned):
+        return None, None, reason
     errors = [error_of(candidate, call) for candidate in candidates]
     best = min(range(len(errors)), key=errors.__getitem__)
     if errors[best] <= MAX_ERROR:

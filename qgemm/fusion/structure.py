@@ -22,10 +22,11 @@ from qgemm.fusion.orders import NORMS, Norms, is_of_other_form, orders_of_parts
 from qgemm.fusion.probe import find_norm, find_scale, passes_on
 from qgemm.fusion.verify import Call
 from qgemm.nn.blocks.attention import CACHES
-from qgemm.nn.blocks.cross_attention import STATES
+from qgemm.nn.blocks.cross_attention import KEY_VALUE_STATES, STATES
 from qgemm.nn.blocks.layer import Branch, CalledBranch, FusedLayer, Step
 from qgemm.nn.blocks.layer_input import LAYER_INPUT
 from qgemm.nn.blocks.mlp import FusedMlp
+from qgemm.nn.blocks.position_bias import POSITION_BIAS
 from qgemm.nn.blocks.steps import NormStep
 
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
@@ -41,7 +42,7 @@ _CROSS_NORM = "{}_layer_norm"
 # What arguments of a layer are called in a call of its attention to an encoder.
 _OF_ENCODER: dict[str, str | None] = {
     "attention_mask": None,
-    STATES: "key_value_states",
+    STATES: KEY_VALUE_STATES,
     "encoder_attention_mask": "attention_mask",
 }
 _CACHES = (*CACHES, "cache_params")
@@ -187,12 +188,14 @@ def _find_parts_of_bert(layer: nn.Module, has_states: bool) -> _Parts:
     mixer = dotted("attention", child_of(layer.get_submodule("attention"), _INNER))
     elsewhere = (f"{mixer}.", "crossattention.")
     modules = {name: each for name, each in layer.named_modules() if not f"{name}.".startswith(elsewhere)}
-    out = _BERT_OUT if _BERT_OUT in modules else ""  # else it is the mixer's own
+    out = _BERT_OUT if _BERT_OUT in modules else ""
     dense = {out, "intermediate.dense", "output.dense"} - {""}
     norms = [name for name, module in modules.items() if _is_norm(module)]
     own = {name for name, module in modules.items() if name and module._parameters}
     if own != {*dense, *norms} or len(norms) != 2 or mixer == "attention":
         raise NotFused("its parts have unknown names")
+    last = child_of(layer.get_submodule(mixer), OUT)
+    out = out or (last and f"{mixer}.{last}")
     layers = (("intermediate.dense",), "output.dense", False)
     act = child_of(layer.get_submodule("intermediate"), ACTIVATION)
     return _Parts(mixer, out, "", layers, act and f"intermediate.{act}", tuple(norms))
@@ -244,19 +247,31 @@ def _candidates_of_single(layer: nn.Module, norm: str, name: str, call: Call) ->
     """Of a layer of one branch, ``name``, behind ``norm``."""
     module, defaults = layer.get_submodule(name), arguments_of(layer)
     step = NormStep(layer.get_submodule(norm), find_norm(layer.get_submodule(norm)))
+    crosses = any(call.others.get(each) is not None for each in (STATES, KEY_VALUE_STATES))
     branch: Branch
     try:
         if module._modules.get("experts") is not None:
             part, branch = "mixture", branches.find_mixture(module, call)
         elif is_mlp(module):
             part, branch = "mlp", _find_mlp(module)
+        elif crosses:
+            out = module._modules[child_of(module, OUT)]
+            part, branch = "cross attention", find_cross_attention(module, out, {}, defaults, call)
         else:
             out = module._modules[child_of(module, OUT)]
             part, branch = "attention", find_attention(module, out, defaults, call, ())
     except NotFused as error:
         return Candidates((), (), f"{name}: {error}")
     passed_over, called = _places(layer, [branch], [step])
-    fused = FusedLayer("in a row", (Step(branch, step),), defaults=defaults, passed_over=passed_over, called=called)
+    fused = FusedLayer(
+        "in a row",
+        (Step(branch, step),),
+        crosses=crosses,
+        defaults=defaults,
+        passed_over=passed_over,
+        called=called,
+        returns_bias=POSITION_BIAS in defaults and getattr(branch, POSITION_BIAS, None) is not None,
+    )
     return Candidates((fused,), (part,), "")
 
 

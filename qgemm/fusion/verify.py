@@ -19,6 +19,7 @@ from qgemm.nn.blocks.cross_attention import FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer import CalledBranch, FusedLayer
 from qgemm.nn.blocks.mixture import FusedMixture
+from qgemm.nn.blocks.position_bias import POSITION_BIAS
 
 MAX_ERROR = 0.02
 """How far a fused layer's output may be from the layer's, as a part of what the layer adds to its input.
@@ -154,6 +155,8 @@ def error_of(fused: FusedLayer, call: Call) -> float:
         return float("inf")
     if out.shape != expected.shape or out.dtype != expected.dtype:
         return float("inf")
+    if fused.returns_bias and not torch.equal(context[POSITION_BIAS], call.output[1]):
+        return float("inf")
     return _error(out, expected, None if fused.form == "alone" else call.x)
 
 
@@ -171,20 +174,62 @@ def error_of_attention(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(call.x.shape, generator=generator).to(call.x)
     context = {**defaults, **call.others}
+    names = _names_there(fused)
+    context |= _other_scores(fused, x, context, generator)
     if context.get(SEQUENCES) is not None:  # of which the call may have one
         length = x.shape[-2]
         context[SEQUENCES] = torch.tensor([0, length // 3, length]).to(context[SEQUENCES])
     try:
         if isinstance(fused, FusedAttention) and fused.norms is None:
             x = x * (_SPREAD / operands[0].product(x, x.dtype).float().std()).to(x.dtype)  # type: ignore[union-attr]
-        names = fused.names if isinstance(fused, FusedCrossAttention) else dict.fromkeys(getattr(fused, "untold", ()))
         (out_of,) = fused.products[-1].layers
         behind = None if out_of in fused.module._modules.values() else out_of
-        expected = CalledBranch(fused.module, True, names, behind=behind)(x, (), None, x.dtype, context)
-        out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
+        with _other_table(fused, generator):
+            expected = CalledBranch(fused.module, True, names, behind=behind)(x, (), None, x.dtype, context)
+            out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
         return _error(out, expected)
     except Exception:  # of a candidate that is wrong, anything may be raised
         return float("inf")
+
+
+def _names_there(fused: FusedAttention | FusedLatentAttention | FusedCrossAttention) -> Mapping[str, str | None]:
+    """What arguments of the layer are called in a call of its attention."""
+    if isinstance(fused, FusedCrossAttention):
+        return fused.names
+    untold = dict.fromkeys(getattr(fused, "untold", ()))
+    return {"attention_mask": getattr(fused, "mask_name", "attention_mask"), **untold}
+
+
+def _other_scores(
+    fused: FusedAttention | FusedLatentAttention | FusedCrossAttention,
+    x: Tensor,
+    context: Mapping[str, Any],
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """Random values for what ``context`` has to be added to scores: a new model's biases and masks may show nothing."""
+    given = ((name, context.get(name)) for name in ("attention_mask", POSITION_BIAS))
+    shapes = {name: each.shape for name, each in given if isinstance(each, Tensor) and each.dtype in _FLOATS}
+    if fused.functions is None:  # code of its own, which may do anything with a mask
+        shapes.setdefault("attention_mask", torch.Size((x.shape[0], 1, 1, x.shape[1])))
+    return {name: torch.randn(shape, generator=generator).to(x) for name, shape in shapes.items()}
+
+
+@contextmanager
+def _other_table(
+    fused: FusedAttention | FusedLatentAttention | FusedCrossAttention, generator: torch.Generator
+) -> Iterator[None]:
+    """Has the module compute a random bias of positions, where it learns one: a new model's is next to nothing."""
+    bias = getattr(fused, POSITION_BIAS, None)
+    parameters = fused.module.relative_attention_bias._parameters if bias is not None and bias.learned else {}
+    own = parameters.get("weight")
+    if own is None or own.dtype not in _FLOATS:
+        yield
+        return
+    try:
+        parameters["weight"] = nn.Parameter(torch.randn(own.shape, generator=generator).to(own))
+        yield
+    finally:
+        parameters["weight"] = own
 
 
 @torch.no_grad()

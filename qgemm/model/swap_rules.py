@@ -5,7 +5,7 @@ handed int8 values it crashes, or goes on with wrong numbers. Nothing in a layer
 the class that holds the layer, by glob, and the layer's path below it. A rule is for the classes of the Python modules
 that it names, and for what inherits from them: a class of somebody else that is called alike is none of its business.
 They were found by reading every modeling file of transformers; a test reads them again and fails where a place is
-missing here. Of other libraries, they are for what was found there. T5 and its relatives ask for the dtype of
+missing here. Of other libraries, only some models were read or run. T5 and its relatives ask for the dtype of
 ``wo.weight`` too, but know int8: they need no rule.
 """
 
@@ -100,7 +100,7 @@ SWAP_RULES = (
     SwapRule("*Attention", ("qkv",), _READ, ("timm.models.beit", "timm.models.eva"), "q_bias"),
     SwapRule("WindowAttention", ("qkv",), _READ, ("timm.models.swin_transformer_v2",), "q_bias"),
     SwapRule("*", ("input_proj",), _CASTS, ("timm.models.gemma4_vit",)),
-    SwapRule("*", ("token_projection",), _CASTS, ("gliner.*",)),
+    SwapRule("StreamingSpanModel", ("token_projection", "labels_encoder.*"), _CASTS, ("gliner.*",)),
     SwapRule("SparseAutoEncoder", ("encoder", "decoder"), _READ, _SENTENCES),
     SwapRule("Dense", ("linear",), "sentence-transformers loads it in float only", _SENTENCES),
     # PEFT merges an adapter by adding it to the weight in place. The other wrapper holds what it trains as a whole.

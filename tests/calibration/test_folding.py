@@ -172,15 +172,17 @@ def test_half_precision_gains_stored_less_one() -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(-0.5, 0.5)
-    expected = example.output().float()
-    block = block_of(model, example.inputs)
+    model.float()  # so that weights alone are rounded
+    expected = example.output()
+    block = block_of(model.bfloat16(), example.inputs)
     folds, refused = find_folds(block)
     assert not refused
     # As a rounded gain was divided by another number than was asked for, columns are multiplied by that.
     for fold in folds:
         if fold.gain_offset:
             fold.apply(block, torch.empty(64).uniform_(4, 50))
-    assert (example.output().float() - expected).norm() < 0.01 * expected.norm()
+    model.float()
+    assert (example.output() - expected).norm() < 0.005 * expected.norm()
 
 
 def test_refusals_name_what_is_ahead() -> None:

@@ -85,8 +85,13 @@ NORMS_FIRST: dict[str, Callable[[], Example]] = {
 CALLED: dict[str, Callable[[], Example]] = {
     "deberta_v2": language_model("DebertaV2ForMaskedLM", **_TEXT, relative_attention=True, pos_att_type=["p2c", "c2p"]),
     "roformer": language_model("RoFormerForMaskedLM", **_TEXT),
-    "mpnet": language_model("MPNetForMaskedLM", **_TEXT),
     "tapas": language_model("TapasForMaskedLM", **_TEXT),  # whose layers return one value in a tuple
+}
+# Attention in code of their own that has operators alone, with a bias of positions or without.
+OPERATORS: dict[str, Callable[[], Example]] = {
+    "mpnet": language_model("MPNetForMaskedLM", **_TEXT),
+    "visual_bert": language_model("VisualBertModel", **{**_TEXT, "visual_embedding_dim": 8}),
+    "flava": _model("FlavaImageModel", _pixels, **_IMAGE),
 }
 _DECODER = {
     "vocab_size": VOCABULARY,

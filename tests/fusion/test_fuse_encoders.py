@@ -71,8 +71,9 @@ def test_layers_with_other_parameters_are_left_alone(change: str) -> None:
         own = type(layer)
 
         class Gated(own):  # type: ignore[misc, valid-type]
-            def forward(self, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-                out: torch.Tensor = self.gate * super().forward(hidden_states, *others, **named)
+            @functools.wraps(own.forward)
+            def forward(self, *args: Any, **named: Any) -> torch.Tensor:
+                out: torch.Tensor = self.gate * super().forward(*args, **named)
                 return out
 
         layer.__class__ = Gated

@@ -139,6 +139,12 @@ def test_shapes_and_strides(compute: Compute, device: torch.device) -> None:
         assert torch.allclose(out, int4_int8_linear_reference(x, layer), rtol=1e-5, atol=1e-5)
 
 
+@COMPUTE
+def test_no_columns_give_the_bias(compute: Compute, device: torch.device) -> None:
+    layer = make(24, 0, 128, device)
+    assert torch.equal(compute(torch.randn(3, 0, device=device), layer), layer.bias.float().expand(3, 24))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_residual_is_added_to_the_rounded_product(dtype: torch.dtype, device: torch.device) -> None:
     layer, x = make(24, 256, 128, device), torch.randn(2, 3, 256, device=device).to(dtype)

@@ -140,6 +140,8 @@ def test_rules_hold_for_these_and_no_more(around: list[tuple[str, str]], kept: b
         ("open_clip.transformer", "Transformer", "resblocks.0.mlp.c_fc", True),
         ("open_clip.transformer", "Transformer", "resblocks.1.mlp.c_fc", False),
         ("sentence_transformers.sentence_transformer.modules.dense", "Dense", "linear", True),
+        # Its code casts to the dtype of the first parameter in there.
+        ("gliner.modeling.base", "StreamingSpanModel", "labels_encoder.encoder.layer.0", True),
         # Where q_bias is None, the layer is called.
         ("timm.models.eva", "EvaAttention", "qkv", False),
     ],

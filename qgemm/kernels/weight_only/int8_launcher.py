@@ -108,7 +108,7 @@ def _make_plan(x: Tensor, weight: ScaledWeight, has_residual: bool, config: Int8
     two = one = _plan(device, _workspace(M, K, config), M, K, ())
     is_one = is_row = False
     unshared = None
-    if out.numel() and K:
+    if out.numel():
         names = _names(zero_point is not None, step is not None, bias is not None, has_residual)
         G = scale.shape[1]
         if config is None:

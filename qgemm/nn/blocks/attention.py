@@ -7,7 +7,7 @@ told. The functions for rotation and attention are the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
+from qgemm.nn.blocks.position_bias import POSITION_BIAS, PositionBias
 from qgemm.nn.blocks.steps import NormStep, read
 
 CACHES = ("cache", "past_key_values", "layer_past")
@@ -135,7 +136,8 @@ class FusedAttention:
     - ``rotate``: ``(q, k, cos, sin) -> (q, k)``, of ``[B, H, S, D]`` each; None for a layer without positions.
     - ``rotated_columns``: how many columns of a head it is given, the first; None for all.
     - ``rotation``: the same for the operators; None where they can't.
-    - ``functions``, ``eager``: transformers' attention functions by name, and the module's own.
+    - ``functions``, ``eager``: transformers' attention functions by name, and the module's own; one that calls none has
+      ``position_bias.attend`` alone.
     - ``scaling``: of the scores. ``told``: what else the attention function is told, by name; ``sinks``: whether it is
       told ``module.sinks``.
     - ``query_scaling``: what queries are multiplied by, instead of scores; 1 for nothing.
@@ -144,7 +146,8 @@ class FusedAttention:
     - ``gated``: whether each head of the queries has a gate behind it, whose sigmoid its output is multiplied by.
     - ``shared``: keys and values that other layers read too, or None. A layer that takes them has no others.
     - ``temperature``, ``position_scale``: a factor of queries by their position, or None.
-    - ``untold``: arguments of the layer that aren't for its attention.
+    - ``position_bias``: what scores have added if the layer is given nothing for it, or None.
+    - ``untold``: arguments of the layer that aren't for its attention; ``mask_name``: what its mask is called there.
     - ``cache_name``: what the cache is called among the arguments.
     - ``packed``: whether the input is ``[S, K]``, of sequences one behind another, whose bounds ``SEQUENCES`` has.
     """
@@ -172,7 +175,9 @@ class FusedAttention:
     shared: SharedStates | None = None
     temperature: Temperature | None = None
     position_scale: PositionScale | None = None
+    position_bias: PositionBias | None = None
     untold: tuple[str, ...] = ()
+    mask_name: str = "attention_mask"
     cache_name: str = CACHES[0]
     packed: bool = False
 
@@ -187,11 +192,12 @@ class FusedAttention:
         operands: tuple[Operands, ...],
         residual: Tensor | None,
         dtype: torch.dtype,
-        context: Mapping[str, Any],
+        context: MutableMapping[str, Any],
     ) -> Tensor:
         """The output of the attention module for ``x [B, S, K]`` or packed ``[S, K]``, plus ``residual``, in ``dtype``.
 
-        ``operands``: of its products. ``context``: what the module is called with beside ``x``.
+        ``operands``: of its products. ``context``: what the module is called with beside ``x``; afterwards it has the
+        bias of positions, which the next layer may be given.
         """
         into, out_of = operands
         others = dict(context)
@@ -202,7 +208,7 @@ class FusedAttention:
         cache = getattr(cache, "self_attention_cache", cache)
         positions = cosines_and_sines(positions)
         seen: Any = 0
-        if self.temperature is not None and cache is not None:
+        if (self.temperature is not None or self.position_bias is not None) and cache is not None:
             seen = cache.get_seq_length(self.module.layer_idx)
             seen = seen.clone() if isinstance(seen, Tensor) else seen  # the cache counts in place
         qkv = into.product(x, dtype)
@@ -226,6 +232,8 @@ class FusedAttention:
             q = self.position_scale(q, others["position_ids"])
         if self.query_scaling != 1.0:
             q = q * self.query_scaling
+        if self.position_bias is not None and others.get(POSITION_BIAS) is None:
+            others[POSITION_BIAS] = context[POSITION_BIAS] = self.position_bias(self.module, q, k, seen)
         others.update(self.told)
         if self.sinks:
             others["s_aux"] = self.module.sinks
@@ -237,7 +245,9 @@ class FusedAttention:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, others: dict[str, Any]) -> Tensor:
         """What the attention function, told ``others``, returns: ``[B, S, H, D]``."""
-        attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
+        attend = self.eager
+        if self.functions is not None:
+            attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
         parts: Any = [(q, k, v)]
         if self.packed:
             others.pop("max_seqlen", None)

@@ -5,7 +5,7 @@ They are computed once for all tokens, and then are in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
+from qgemm.nn.blocks.position_bias import POSITION_BIAS, PositionBias
 
-STATES = "encoder_hidden_states"
-"""What the encoder's output is called among a layer's arguments."""
+STATES, KEY_VALUE_STATES = "encoder_hidden_states", "key_value_states"
+"""What the encoder's output is called among the arguments of a layer; and of attention, or a layer of it alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,8 @@ class FusedCrossAttention:
     - ``module``: the module; ``query``, ``key_value``, ``out``: its projections.
     - ``head_dim``, ``functions``, ``eager``, ``scaling``, ``query_scaling``: as ``FusedAttention`` has them.
     - ``names``: what arguments of the layer are called in a call of the module; None for those that it isn't told.
+      ``states_name``, ``mask_name``: of the encoder's output and the mask there.
+    - ``position_bias``: as ``FusedAttention`` has it.
     """
 
     module: Any
@@ -39,6 +42,9 @@ class FusedCrossAttention:
     query_scaling: float
     names: Mapping[str, str | None]
     cache_name: str
+    states_name: str = KEY_VALUE_STATES
+    mask_name: str = "attention_mask"
+    position_bias: PositionBias | None = None
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
@@ -51,13 +57,13 @@ class FusedCrossAttention:
         operands: tuple[Operands, ...],
         residual: Tensor | None,
         dtype: torch.dtype,
-        context: Mapping[str, Any],
+        context: MutableMapping[str, Any],
     ) -> Tensor:
         """The output of the module for ``x [B, S, K]``, plus ``residual``, in ``dtype``; see ``FusedAttention``."""
         into, of_states, out_of = operands
         others: dict[Any, Any] = {self.names.get(name, name): value for name, value in context.items()}
         others.pop(None, None)
-        states, mask = others.pop("key_value_states"), others.pop("attention_mask", None)
+        states, mask = others.pop(self.states_name), others.pop(self.mask_name, None)
         cache = others.pop(self.cache_name, None)
         q = into.product(x, dtype)
         shape = q.shape[:-1]
@@ -71,6 +77,8 @@ class FusedCrossAttention:
             if cache is not None:
                 k, v = cache.cross_attention_cache.update(k, v, layer)
                 cache.is_updated[layer] = True
+        if self.position_bias is not None and others.get(POSITION_BIAS) is None:
+            others[POSITION_BIAS] = context[POSITION_BIAS] = self.position_bias(self.module, q, k, 0)
         attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
         out, _ = attend(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)
         return out_of.product(out.reshape(*shape, -1), dtype, residual)

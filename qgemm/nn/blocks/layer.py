@@ -14,7 +14,7 @@ have put into its place.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from qgemm.nn.blocks.attention import SEQUENCES, FusedAttention
 from qgemm.nn.blocks.binding import fused_of, has_own_forward
-from qgemm.nn.blocks.cross_attention import STATES, FusedCrossAttention
+from qgemm.nn.blocks.cross_attention import KEY_VALUE_STATES, STATES, FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer_input import FusedLayerInput
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mixture import FusedMixture, MlpAndMixture
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Operands, SummedOperands, read_rows
+from qgemm.nn.blocks.position_bias import POSITION_BIAS
 from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quantize, read
 
 Form = Literal["in a row", "side by side", "norms last", "alone"]
@@ -116,7 +117,7 @@ class FusedLayer:
     - ``passed_over``: modules that are not called, with the name and holder of each, so that a replaced one is seen;
       ``called``: those that are called, likewise.
     - ``returned``: how many values ``forward`` returns in a tuple: the output, and attention's weights, which are None;
-      0 if it returns the output by itself.
+      0 if it returns the output by itself. ``returns_bias``: whether the bias of positions is between them.
     """
 
     form: Form
@@ -130,6 +131,7 @@ class FusedLayer:
     passed_over: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
     called: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
     returned: int = 0
+    returns_bias: bool = False
 
     def prepare(self, layer: nn.Module, x: Any, context: Mapping[str, Any]) -> AllOperands | None:
         """The operands of all branches for this call of ``layer``; None if it can't be computed here."""
@@ -146,7 +148,7 @@ class FusedLayer:
             return False
         if self.returned == 1 and context.get("use_cache"):  # which may be returned, too
             return False
-        return (context.get(STATES) is not None) == self.crosses
+        return (context.get(STATES, context.get(KEY_VALUE_STATES)) is not None) == self.crosses
 
     def _knows_attention(self, context: Mapping[str, Any]) -> bool:
         """Whether attention, if it is fused, returns no weights, and its cache and sequences are of a kind it takes."""
@@ -158,12 +160,11 @@ class FusedLayer:
         if isinstance(attention, FusedAttention) and attention.packed:
             if context.get(SEQUENCES) is None or "flash" in str(attention.module.config._attn_implementation):
                 return False  # which takes all sequences at once
-        if isinstance(attention, (FusedAttention, FusedLatentAttention)):
+        if isinstance(attention, (FusedAttention, FusedLatentAttention, FusedCrossAttention)):
             cache = context.get(attention.cache_name)
-            # Past the config's own __getattribute__, which takes 1 us.
-            if object.__getattribute__(attention.module.config, "__dict__").get("_output_attentions"):
+            if attention.functions is not None and _attributes(attention.module.config).get("_output_attentions"):
                 return False
-            return cache is None or hasattr(cache, "cross_attention_cache") == self.crosses
+            return cache is None or not self.crosses or hasattr(cache, "cross_attention_cache")
         return True
 
     def _has_its_modules(self) -> bool:
@@ -209,12 +210,12 @@ class FusedLayer:
                 return None
         return found  # type: ignore[return-value]
 
-    def __call__(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+    def __call__(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         """The layer's output for ``x [B, S, K]``."""
         out = self._compute(x, operands, context)
         return out.clamp(-MAX_FLOAT16, MAX_FLOAT16) if self.limited and out.dtype == torch.float16 else out
 
-    def _compute(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+    def _compute(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         if self.form == "in a row":
             return self._in_a_row(x, operands, context)
         if self.form == "side by side":
@@ -223,7 +224,7 @@ class FusedLayer:
             return self._norms_last(x, operands, context)
         return self.steps[0].branch(x, operands[0], None, x.dtype, context)
 
-    def _in_a_row(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+    def _in_a_row(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         dtype, is_plain = x.dtype, self.multiplier == 1.0
         # Of few rows, the product adds the residual; of many, that goes with the norm.
         is_small = x.numel() <= MAX_SMALL_ROWS * x.shape[-1]
@@ -245,7 +246,7 @@ class FusedLayer:
                 x, into = add_and_read(out, x, step.out_norm, self.steps[i + 1].norm, reads[i + 1])
         return x if self.scale is None else x * getattr(*self.scale)
 
-    def _side_by_side(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+    def _side_by_side(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         attention, mlp = self.steps
         first: Any
         second: Any
@@ -267,7 +268,7 @@ class FusedLayer:
         out = out if shard is None else shard.sum(out)
         return out if self.residual_first else out + x
 
-    def _norms_last(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+    def _norms_last(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         for step, own in zip(self.steps, operands, strict=True):
             x = normalize(step.branch(x, own, x, x.dtype, context), step.out_norm)
         return x
@@ -290,7 +291,13 @@ def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     if operands is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
     out = fused(hidden_states, operands, context)
-    return (out, None)[: fused.returned] if fused.returned else out
+    values = (out, context.get(POSITION_BIAS), None) if fused.returns_bias else (out, None)
+    return values[: fused.returned] if fused.returned else out
+
+
+def _attributes(config: Any) -> Any:
+    """Those of a model's config, past its own ``__getattribute__``, which takes 1 us. Compilers trace no other."""
+    return vars(config) if torch.compiler.is_compiling() else object.__getattribute__(config, "__dict__")
 
 
 def _has_gradients(layer: nn.Module, x: Tensor, context: Mapping[str, Any]) -> bool:
