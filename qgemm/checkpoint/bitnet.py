@@ -37,8 +37,9 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     to_scale = _TO_SCALE.get(kind) if isinstance(kind, str) else None
     if to_scale is None:
         raise unsupported(f"{config_path}: linear_class is {kind!r}; qgemm reads 'bitlinear' and 'autobitlinear'")
-    if kind == "autobitlinear" and quantization.get("quantization_mode", "offline") != "offline":
-        raise unsupported(f"{config_path}: quantization_mode is 'online', which rounds float weights at each call")
+    mode = quantization.get("quantization_mode", "offline")
+    if kind == "autobitlinear" and mode != "offline":
+        raise unsupported(f"{config_path}: quantization_mode is {mode!r}; qgemm reads 'offline' alone")
     if quantization.get("use_rms_norm"):
         raise unsupported(f"{config_path}: use_rms_norm has each layer normalize its input, which qgemm doesn't do")
     contents = Contents.of_files(stored)
