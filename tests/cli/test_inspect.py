@@ -482,20 +482,3 @@ def test_what_does_not_go_into_the_model_is_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Another"]}))
     assert run_json("inspect", folder)["loads"]
-
-
-def test_what_a_checkpoint_asks_for_and_qgemm_leaves_out_is_a_note() -> None:
-    shown = run("inspect", SAMPLES / "nvfp4-modelopt").stdout
-    assert shown.startswith("modelopt (NVFP4), LlamaForCausalLM\n")
-    assert "qgemm loads it\nnote: activations stay in float, where the checkpoint asks for fp4\n" in shown
-
-
-def test_an_adapter_beside_the_weights_is_told_of(int8_folder: Path, float_folder: Path) -> None:
-    for folder in (int8_folder, float_folder):
-        (folder / "adapter_config.json").write_text("{}")
-    found = run_json("inspect", int8_folder)
-    assert (found["loads"], found["problems"]) == (True, [])
-    assert found["notes"] == ["it has an adapter, adapter_config.json: add it with load_adapter of the model"]
-    assert "has an adapter, adapter_config.json, which" in run_json("inspect", float_folder)["refusal"]
-    (float_folder / "model.safetensors").rename(float_folder / "adapter_model.safetensors")
-    assert "has no model.safetensors. It is an adapter of PEFT" in run_json("inspect", float_folder)["refusal"]

@@ -468,18 +468,6 @@ def test_continuous_batching_runs_with_quantized_layers(llama: PreTrainedModel) 
         assert result.generated_tokens == expected[0, 7:].tolist()
 
 
-def test_peft_models_are_fast_by_their_base(llama: PreTrainedModel) -> None:
-    peft = pytest.importorskip("peft")
-    base = copy.deepcopy(llama)
-    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    qgemm.fast_generate(model)
-    options = {"input_ids": PROMPTS.to(DEVICE), "max_new_tokens": 8, "do_sample": False, **NO_END}
-    own: Callable[..., Tensor] = functools.partial(type(base).generate, base)
-    assert torch.equal(model.generate(**options), own(**options))
-    with model.disable_adapter():
-        assert torch.equal(model.generate(**options), own(**options))
-
-
 def test_a_dtype_that_no_cache_has_is_refused_at_once(llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=r"cache_dtype is torch.float64; it must be one of"):
         qgemm.fast_generate(llama, cache_dtype=torch.float64)
@@ -487,19 +475,6 @@ def test_a_dtype_that_no_cache_has_is_refused_at_once(llama: PreTrainedModel) ->
         llama.generate(  # type: ignore[operator]
             PROMPTS.to(DEVICE), custom_generate=functools.partial(qgemm.generate, cache_dtype="int8"), max_new_tokens=2
         )
-
-
-def test_prefixes_of_peft_are_left_to_transformers(llama: PreTrainedModel) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(copy.deepcopy(llama), config).eval()
-    tokens = PROMPTS.to(DEVICE)
-    options = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "max_new_tokens": 8, "do_sample": False}
-    expected = model.generate(**options, **NO_END)
-    qgemm.fast_generate(model)
-    with pytest.warns(UserWarning, match="prepared by something else than its class"):
-        found = model.generate(**options, **NO_END)
-    assert torch.equal(found, expected)
 
 
 def test_generate_called_by_itself_says_who_calls_it(llama: PreTrainedModel) -> None:
