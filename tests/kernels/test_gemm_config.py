@@ -223,7 +223,14 @@ def test_products_of_fp8_take_wide_tiles_only_where_narrower_ones_leave_multipro
 
 @pytest.mark.parametrize(
     ("M", "N", "columns"),
-    [(4096, 8192, 192), (1024, 6144, 192), (2048, 28_672, 192), (1024, 28_672, 128), (4096, 4096, 128), (512, 8192, 128)],
+    [
+        (4096, 8192, 192),
+        (1024, 6144, 192),
+        (2048, 28_672, 192),
+        (1024, 28_672, 128),
+        (4096, 4096, 128),
+        (512, 8192, 128),
+    ],
 )
 def test_products_with_scales_of_blocks_take_wide_tiles_where_those_fill_the_rounds(
     M: int, N: int, columns: int
