@@ -177,7 +177,7 @@ def other_products(target: str) -> Iterator[Case]:
 def fp8_products(limits: DeviceLimits) -> Iterator[Case]:
     """With scales, of rows and of blocks, and residuals; of 16 bits on Hopper, where most are as those of int8.
 
-    Tiles of 256 rows without blocks, and the larger layer of one launch, keep a residual's address on the stack: 8
+    Tiles of 256 rows, and the larger layer of one launch, keep a residual's address on the stack: 8
     bytes. They are compiled without.
     """
 
@@ -211,8 +211,8 @@ def fp8_products(limits: DeviceLimits) -> Iterator[Case]:
                 label = "fp8 {}x{}".format(*size)
                 rare = config.block_m < 256  # whose sums take fewer registers
                 yield Case(label, lambda c=promoted: product(1024, False, c), promoted, rare=rare)
-                yield Case("fp8 blocks {}x{}".format(*size), lambda c=promoted: product(1024, True, c), promoted)
-                if config.block_m < 256:  # which no product with an activation takes
+                if config.block_m < 256:  # which no product with an activation or scales of blocks takes
+                    yield Case("fp8 blocks {}x{}".format(*size), lambda c=promoted: product(1024, True, c), promoted)
                     yield Case("matmul hopper {}x{}".format(*size), lambda c=config: half(c), config)
 
 

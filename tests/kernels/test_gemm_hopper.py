@@ -314,7 +314,7 @@ def test_fp8_with_scales_of_blocks(M: int, N: int, K: int) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("tile", [(128, 128), (128, 192), (256, 128)])
+@pytest.mark.parametrize("tile", [(128, 128), (128, 192)])
 @pytest.mark.parametrize(("M", "N", "K"), [*SHAPES, (300, 456, 28_688), (1000, 8512, 4112)])
 def test_tiles_with_scales_of_blocks(M: int, N: int, K: int, tile: tuple[int, int]) -> None:
     (config,) = (config for config in FP8_CONFIGS if (config.block_m, config.block_n) == tile)

@@ -40,9 +40,7 @@ _HOPPER_PIECES = 1.14  # how much longer tiles in two pieces take, where a multi
 _HOPPER_TALL = 0.96  # and those of 256 rows: their fewer loads leave power to multiply
 _PROMOTED_ALONE = 1.15  # of fp8, where no other group multiplies while one adds large sums
 _PROMOTED_TALL = 1.04  # of fp8, which adds to as many sums of half as many products
-_PROMOTED_LONG_PIECES = 0.96  # and of fp8 tiles in two pieces, in products that power limits: they need fewer loads
-_BLOCK_SCALED_LARGE = 0.83  # of fp8 with scales of blocks: tiles in two pieces and of 256 rows, beside smaller ones
-_MIN_TALL_SUM = 12_288  # of it, for tiles of 256 rows: of shorter sums storing, which nothing overlaps, takes too much
+_BLOCK_SCALED_PIECES = 0.94  # of fp8 with scales of blocks, which a tile in two pieces adds while it multiplies
 _HOPPER_IDLE = 0.2  # of a last round's idle multiprocessors, how much of memory's rate is lost with many rows
 _HOPPER_CACHE_BYTES_OF_ALL = 15_800.0
 _HOPPER_PAIR_BYTES = 48.0  # from memory, to two multiprocessors that share their way there
@@ -309,8 +307,7 @@ def select_config(
             # products. All columns of a tile, or of each 64, are in one block.
             if config.schedule == "specialized"
             and (128 % config.block_n == 0 or config.widths == (128, 64))
-            and (config.block_m >= 128 if M > 64 else config.block_m <= 64 and (config.block_n > 32 or M <= 32))
-            and (config.block_m < 256 or K >= _MIN_TALL_SUM)
+            and (config.block_m == 128 if M > 64 else config.block_m <= 64 and (config.block_n > 32 or M <= 32))
         ]
     if dtype != torch.int8:
         configs = [config for config in configs if config.schedule != "streamk"]
@@ -422,16 +419,12 @@ def _hopper_cycles(
         macs *= _PROMOTED_ALONE
     alone = _HOPPER_MEMORY_LATENCY / config.num_stages
     cycles = blocks * _rounds(alone, shared, tiles, programs_per_sm(config, 1, limits), limits)
-    large = len(config.widths) > 1 or config.block_m == 256
     if block_scaled:
-        cycles *= _BLOCK_SCALED_LARGE if large else 1.0
-    elif large and tiles > limits.num_sms:
-        tall = _PROMOTED_TALL if config.promotes else _HOPPER_TALL
-        is_long = (
-            M >= MIN_ROWS_IN_TURN and tiles * config.block_m * config.block_n * blocks * depth > MIN_LONG_PRODUCT_MACS
-        )
-        pieces = _PROMOTED_LONG_PIECES if config.promotes and is_long else _HOPPER_PIECES
-        cycles *= pieces if len(config.widths) > 1 else tall
+        return cycles * (_BLOCK_SCALED_PIECES if len(config.widths) > 1 else 1.0)
+    if tiles > limits.num_sms and len(config.widths) > 1:
+        return cycles * _HOPPER_PIECES
+    if tiles > limits.num_sms and config.block_m == 256:
+        return cycles * (_PROMOTED_TALL if config.promotes else _HOPPER_TALL)
     return cycles
 
 

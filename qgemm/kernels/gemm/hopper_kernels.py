@@ -13,7 +13,7 @@ other one multiplies it. docs/performance.md: what it reaches, why, and what was
 Sums of fp8 that the tensor cores add keep 14 bits. So theirs are of 256 values of K, and the multiplying warps add them
 in float32; with a scale for each 128 values, of as many, after they have multiplied them by it. From 128 rows on two
 groups of warps share a tile: while one adds, the other one's products are computed. With scales of blocks a group also
-adds while its own next products are computed, but for tiles of 256 rows, which leave no registers for it.
+adds while its own next products are computed, which tiles of 256 rows leave no registers for.
 """
 
 from triton.experimental import gluon
@@ -275,7 +275,8 @@ def _consume_promoted(
                 sums = sums + (gl.zeros((MMA_ROWS, REST), gl.float32, rest_layout),)
         own = None
         if scales is not None:
-            own = scales.of_tile(row, col, sched.M, sched.N, PARTS, sched.ctx.block_n, rest_layout)
+            gl.static_assert(PARTS == 1, "with scales of blocks, a group has 64 rows of a tile")
+            own = scales.of_tile(row, col, sched.M, sched.N, sched.ctx.block_n, rest_layout)
         sums, step = reduce_promoted(ring, step, num_k, sums, FIRST, own)
         for i in gl.static_range(PARTS):
             _store_sums(C, epilogue, staging, sums[i * PIECES], row + i * MMA_ROWS, col, sched)

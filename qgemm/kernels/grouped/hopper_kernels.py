@@ -79,6 +79,7 @@ def _consume_tile(
         place.store(values.to(staging.dtype))
     else:
         PARTS: gl.constexpr = ROWS // MMA_ROWS
+        gl.static_assert(PARTS == 1 or not BLOCK_SCALED)
         sums = ()
         for _ in gl.static_range(PARTS):
             sums = sums + (gl.zeros((MMA_ROWS, BLOCK_N), gl.float32, layout),)
@@ -86,7 +87,7 @@ def _consume_tile(
             # A step is a block of K. The scales of a group's columns begin at a block of their own.
             every = AllBlockScales(epilogue.a_scale, epilogue.b_scale, num_k, 1, num_k, 1, num_k)
             col = group * (gl.cdiv(N, PANEL) * PANEL) + pid_n * BLOCK_N
-            scales = every.of_tile(first, col, end, N, PARTS, BLOCK_N, layout)
+            scales = every.of_tile(first, col, end, N, BLOCK_N, layout)
             sums, _ = reduce_promoted(ring, step, num_k, sums, 0, scales)
             epilogue = Epilogue(None, None, None if epilogue.bias is None else epilogue.bias + group * N)
         else:

@@ -17,7 +17,7 @@ class BlockScales:
     ``a``: the first row's first; the next row's and block's are ``stride_row`` and ``stride_a`` further. ``b``: the
     first columns' first; the next is ``stride_b`` further. Of more ``columns`` than a block has, 192, ``last_b`` is the
     last ones', and ``odd`` tiles begin with half a block. ``row``: the tile's first, of ``M``. ``blocks``: of K.
-    ``parts``: of ``MMA_ROWS`` rows each, with sums of this ``layout``.
+    The tile has ``MMA_ROWS`` rows, with sums of this ``layout``.
     """
 
     a: gl.tensor
@@ -30,13 +30,12 @@ class BlockScales:
     row: gl.tensor
     M: gl.tensor
     blocks: gl.tensor
-    parts: gl.constexpr
     columns: gl.constexpr
     layout: gl.constexpr
 
     @gluon.jit
     def load(self, k, COUNT: gl.constexpr):
-        """Of ``COUNT`` blocks of K, from ``k`` on: of the columns, one or two, then of each part's rows; 0 beyond."""
+        """Of ``COUNT`` blocks of K, from ``k`` on: of the columns, one or two, then of the rows; 0 beyond."""
         out = ()
         for block in gl.static_range(COUNT):
             at = k + block
@@ -46,15 +45,13 @@ class BlockScales:
             out = out + (gl.load(self.b + at * self.stride_b + _zero(first), mask=inside, other=0.0),)
             if self.columns > PANEL:
                 out = out + (gl.load(self.last_b + at * self.stride_b + _zero(first), mask=inside, other=0.0),)
-            for i in gl.static_range(self.parts):
-                rows = row + i * MMA_ROWS
-                a = self.a + at * self.stride_a + rows * self.stride_row
-                out = out + (gl.load(a, mask=(rows < self.M) & inside, other=0.0),)
+            a = self.a + at * self.stride_a + row * self.stride_row
+            out = out + (gl.load(a, mask=(row < self.M) & inside, other=0.0),)
         return out
 
     @gluon.jit
     def of_halves(self, factors):
-        """Of 192 columns, what sums of each 64 of them are multiplied by: ``factors`` of a block of K, and one part."""
+        """Of 192 columns, what sums of each 64 of them are multiplied by: ``factors`` of a block of K."""
         first, last = factors[0] * factors[2], factors[1] * factors[2]
         return first, gl.where(self.odd, last, first), last
 
@@ -86,11 +83,11 @@ class AllBlockScales:
     blocks: gl.tensor
 
     @gluon.jit
-    def of_tile(self, row, col, M, N, PARTS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    def of_tile(self, row, col, M, N, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
         """Those of a tile at ``(row, col)`` with so many columns, of ``N`` in all."""
         b = self.b + col // PANEL * self.stride_columns
         last_b = self.b + gl.minimum(col + COLUMNS - 1, N - 1) // PANEL * self.stride_columns
         return BlockScales(
             self.a, b, last_b, col % PANEL > 0, self.stride_row, self.stride_a, self.stride_b, row, M, self.blocks,
-            PARTS, COLUMNS, LAYOUT,
+            COLUMNS, LAYOUT,
         )  # fmt: skip

@@ -21,13 +21,11 @@ def reduce_promoted(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
     """As ``Ring.reduce``, of fp8: sums of two panels are added in float32.
 
     ``sums``: for each ``MMA_ROWS`` rows of A from ``FIRST`` on, for each piece of B. ``scales``: what sums of one
-    panel are multiplied by first, of ``BlockScales``; or None.
+    panel are multiplied by first, of ``BlockScales``, for as many rows; or None.
     """
     if scales is not None and len(ring.widths) > 1:
         sums, step = _reduce_pieces(ring, step, num_k, sums, FIRST, scales)
-    elif scales is not None and ring.panels == 1 and len(sums) == 2:
-        sums, step = _reduce_parts(ring, step, num_k, sums, FIRST, scales)
-    elif scales is not None and ring.panels == 1 and len(sums) == 1:
+    elif scales is not None and ring.panels == 1:
         sums, step = _reduce_ahead(ring, step, num_k, sums[0], FIRST, scales)
     else:
         sums, step = _reduce_in_turn(ring, step, num_k, sums, FIRST, scales)
@@ -113,25 +111,6 @@ def _reduce_pieces(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
     whole = gl.join(left, right).permute(0, 2, 1).reshape(sums[0].shape)
     WHOLE: gl.constexpr = sums[0].type.layout
     return (gl.convert_layout(whole, WHOLE, assert_trivial=True), rest), step + 1
-
-
-@gluon.jit
-def _reduce_parts(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
-    """As ``reduce_promoted``, for two parts of rows in turn: their sums leave registers for one part's products."""
-    top, bottom = sums
-    part = _zeros(ring, sums)[0]
-    for i in range(num_k):
-        part = _start(ring, step, part, FIRST)
-        factors = scales.load(i, 1)
-        part = warpgroup_mma_wait(0, deps=(part,))
-        top = _add_scaled(top, part, factors[1] * factors[0])
-        part = _multiply_panel(ring, step % ring.depth, 0, (warpgroup_mma_init(part),), FIRST + MMA_ROWS, False)[0]
-        part = warpgroup_mma_wait(0, deps=(part,))
-        ring.release(step)
-        bottom = _add_scaled(bottom, part, factors[2] * factors[0])
-        part = warpgroup_mma_init(part)
-        step += 1
-    return (top, bottom), step
 
 
 @gluon.jit
@@ -225,7 +204,7 @@ def _add_slots(ring, step, SLOTS: gl.constexpr, sums, FIRST: gl.constexpr, facto
             for piece in gl.static_range(PIECES):
                 part = parts[chain * PIECES + piece]
                 if SCALED:
-                    rows, columns = factors[chain * (COUNT + 1) + i + 1], factors[chain * (COUNT + 1)]
+                    columns, rows = factors[2 * chain], factors[2 * chain + 1]
                     factor = gl.expand_dims(rows * columns, 1)
                     added = added + (gl.fma(part, factor.broadcast_to(part.shape), total[piece]),)
                 else:
