@@ -22,9 +22,9 @@ COUNT_BITS = 4  # of a count of the programs that have finished their part of a 
 COUNTS_IN_A_WORD = 32 // COUNT_BITS
 MAX_PARTS = 2**COUNT_BITS - 1
 MAX_COUNTS = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD
-# In microseconds, as they choose best of what was timed on an H100.
+# In microseconds, as they choose best of what was timed on an H100; of 192 and 256 rows and 4 bits on an H200.
 BLOCK_TIMES = {
-    4: {32: 0.88, 64: 1.12, 128: 1.53, 160: 1.98, 192: 2.26, 256: 2.77},
+    4: {32: 0.88, 64: 1.12, 128: 1.53, 160: 1.98, 192: 2.33, 256: 2.88},
     8: {32: 1.1, 64: 1.23, 128: 1.7, 160: 2.16, 192: 2.4, 256: 3.04},
 }
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
