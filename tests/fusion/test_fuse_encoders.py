@@ -84,6 +84,19 @@ def test_layers_with_other_parameters_are_left_alone(change: str) -> None:
     assert (first.parts, first.reason) == ((), f"it has {name}, which is unknown")
 
 
+@pytest.mark.parametrize("gate", [_PlusOne(), nn.Parameter(torch.ones(64))], ids=["module", "parameter"])
+@pytest.mark.parametrize("place", ["attention", "attention.output"])
+def test_attention_in_a_module_with_more_is_left_alone(place: str, gate: Any) -> None:
+    """Even if that does nothing yet."""
+    example = ENCODERS["dinov2"]()
+    for layer in _layers(example.model, "Layer"):
+        layer.get_submodule(place).gate = gate
+    quantize_model(example.model)
+    fuse(example.model, example.inputs)
+    assert fused_parts(example.model) == (("mlp",), ("mlp",))
+    assert "projections of Dinov2Attention are unknown" in fusion_report(example.model).records[0].reason
+
+
 @torch.no_grad()
 def test_a_decoder_alone_generates_the_same_tokens_and_attends_to_what_it_is_given_later() -> None:
     example = quantized("bart_decoder")
