@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import Example
 from torch import nn
 
@@ -198,6 +199,22 @@ def test_attention_to_sequences_one_behind_another_that_differs_is_called(change
     fuse(example.model, one)
     assert fused_parts(example.model) == (("mlp",), ("mlp",))
     assert torch.equal(example.output(), expected)
+
+
+def test_flash_attention_gets_all_sequences_at_once() -> None:
+    """As the model hands them over, also after it was fused for another function."""
+    example = quantized("qwen2_vl")
+    fuse(example.model, example.inputs)
+    told: list[Any] = []
+
+    def flash(module: Any, q: torch.Tensor, k: Any, v: Any, **others: Any) -> tuple[torch.Tensor, None]:
+        told.append(others["cu_seq_lens_q"].tolist())
+        return q.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("flash_of_a_test", flash)
+    example.model.config._attn_implementation = "flash_of_a_test"
+    example.output()
+    assert told == 2 * [[0, 16, 32]]
 
 
 def test_sequences_that_were_not_there_when_a_layer_was_fused() -> None:
