@@ -16,7 +16,8 @@ from qgemm.checkpoint.errors import CheckpointError, UnknownModel
 from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
-from qgemm.nn import QuantExperts, QuantLayer, linear_class
+from qgemm.nn import QuantExperts, QuantLayer
+from qgemm.nn.kinds import meta_linear
 from qgemm.scheme import QuantScheme
 
 Owners = dict[str, tuple[QuantLayer, str]]
@@ -88,9 +89,9 @@ def find_owners(contents: Contents) -> Owners:
 
 def _layer_of(scheme: QuantScheme, K: int) -> QuantLayer:
     try:
-        return linear_class(scheme)(K, _COLUMNS, False, "meta", scheme=scheme)
+        return meta_linear(scheme, K, _COLUMNS)
     except ValueError:  # for so many columns
-        return linear_class(scheme)(_COLUMNS, _COLUMNS, False, "meta", scheme=scheme)
+        return meta_linear(scheme, _COLUMNS, _COLUMNS)
 
 
 def _columns(contents: Contents, module: str, tensor: StoredTensor) -> int:

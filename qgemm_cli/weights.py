@@ -11,7 +11,8 @@ from torch import Tensor
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.nn import QuantExperts, linear_class
+from qgemm.nn import QuantExperts
+from qgemm.nn.kinds import meta_linear
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.formats import INT8
 from qgemm.scheme import QuantScheme
@@ -66,7 +67,7 @@ class Restored(FloatTensor):
         N, K = stored.shape
         super().__init__((N, K), torch.float32, self._read)
         self._source, self._stored = source, stored
-        self._layer = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
+        self._layer = meta_linear(scheme, K, N)
         self._check_shapes(scheme)
         for leaf in set(self._layer.index_names) - set(self._layer.row_names):
             if (tensor := stored.tensors.get(leaf)) is not None and tensor.shape:
@@ -100,7 +101,7 @@ class RestoredExperts(FloatTensor):
         E, N, K = stored.shape
         super().__init__((E, N, K), torch.float32, self._read)
         self._source, self._stored = source, stored
-        self._layer = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
+        self._layer = meta_linear(scheme, K, N)
         self._names: dict[str, str] = {}
         for leaf, wanted in self._layer.named_parameters(recurse=False):
             end = leaf.removeprefix("weight")
@@ -132,7 +133,7 @@ class Converted(FloatTensor):
         super().__init__((N, K), torch.float32, self._read)
         self._contents, self._name = contents, layer
         scheme = contents.manifest.layers[layer]
-        self._layer = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
+        self._layer = meta_linear(scheme, K, N)
         self._is_read = False
 
     def _read(self, start: int, stop: int) -> Tensor:

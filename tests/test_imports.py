@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.kernels.expert_weights": {"qgemm.kernels.activations", "qgemm.numerics"},
     "qgemm.kernels.norms": set(),
     "qgemm.kernels.scaled_weight": {"qgemm.numerics"},
+    "qgemm.kernels.stored_form": {"qgemm.numerics"},
     "qgemm.kernels.routing": set(),
     "qgemm.kernels.reference": {
         "qgemm.kernels.activations",
@@ -75,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.checks",
         "qgemm.kernels.cpu",
         "qgemm.kernels.scaled_weight",
+        "qgemm.kernels.stored_form",
         "qgemm.kernels.quantize",
         "qgemm.kernels.gemm",
         "qgemm.kernels.linear",
@@ -96,7 +98,13 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.numerics",
     },
     "qgemm.kernels.gemm": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.kernels.quantize", "qgemm.numerics"},
-    "qgemm.kernels.grouped": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.kernels.gemm", "qgemm.numerics"},
+    "qgemm.kernels.grouped": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.gemm",
+        "qgemm.kernels.stored_form",
+        "qgemm.numerics",
+    },
     "qgemm.kernels.linear": {
         "qgemm.kernels.stages",
         "qgemm.kernels.launch",
@@ -128,6 +136,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.quantize",
         "qgemm.kernels.gemm",
         "qgemm.kernels.grouped",
+        "qgemm.kernels.stored_form",
         "qgemm.numerics",
         "qgemm.kernels.routing",
     },

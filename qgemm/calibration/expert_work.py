@@ -20,7 +20,7 @@ from qgemm.calibration.method import Block, ExpertsWork, QuantizedWeight
 from qgemm.calibration.padding import Batch
 from qgemm.model.selection import listed
 from qgemm.nn.float_experts import FloatExperts, describe_experts
-from qgemm.nn.kinds import linear_class
+from qgemm.nn.kinds import meta_linear
 from qgemm.nn.linear_layer import largest
 from qgemm.nn.quant_layer import narrowed
 from qgemm.scheme import QuantScheme, TensorScheme
@@ -137,7 +137,7 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
 
 def _nearest(weight: Tensor, scheme: QuantScheme) -> QuantizedWeight:
     N, K = weight.shape
-    linear = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
+    linear = meta_linear(scheme, K, N)
     linear.start_rows(weight.device, largest(weight) if linear.needs_amax else None)
     return QuantizedWeight(*linear.round_rows(narrowed(weight)))
 

@@ -30,6 +30,7 @@ from qgemm.model.report import LayerRecord, QuantReport
 from qgemm.model.survey import Layer
 from qgemm.model.swap import put
 from qgemm.nn import LinearLayer, QuantLayer
+from qgemm.nn.kinds import meta_linear
 from qgemm.nn.quant_layer import frozen
 from qgemm.scheme import QuantScheme, resolve_scheme
 
@@ -102,7 +103,7 @@ class ResumeFolder:
         for name, layer in made.items():
             if isinstance(layer, LinearLayer) and layer.bias is None and f"{name}.bias" in values:
                 # A method's: the float layer has none.
-                layer = type(layer)(layer.in_features, layer.out_features, True, "meta", scheme=layer.scheme)
+                layer = meta_linear(layer.scheme, layer.in_features, layer.out_features, bias=True)
             for leaf in [leaf for leaf, _ in layer.named_parameters(recurse=False)]:
                 value = values.pop(f"{name}.{leaf}", None)
                 if value is None:

@@ -13,9 +13,10 @@ from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, find_module, named_tensors, transient_names
 from qgemm.model.selection import listed
-from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.nn.kinds import meta_linear
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
 from qgemm.scheme import QuantScheme
 
@@ -116,7 +117,7 @@ def _quantized_like(module: nn.Module, scheme: QuantScheme) -> QuantLayer:
             return QuantExperts.like(module, describe_experts(module), scheme)
         except UnknownExperts as error:
             raise TypeError(f"not linear, nor experts that can be quantized: {error}") from None
-    return linear_class(scheme)(K, N, has_bias, "meta", scheme=scheme)
+    return meta_linear(scheme, K, N, has_bias)
 
 
 def _check_ties(

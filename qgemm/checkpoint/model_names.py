@@ -20,8 +20,9 @@ from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.checkpoint.tensors import find_module, split_name
-from qgemm.nn import LinearLayer, linear_class
+from qgemm.nn import LinearLayer
 from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
+from qgemm.nn.kinds import meta_linear
 from qgemm.scheme import QuantScheme, TensorScheme
 
 _CPU = torch.device("cpu")
@@ -165,7 +166,7 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
                     f"{config_path.parent}: layer {layer} has the shape {list(found)}; the model's is {list(shape)}"
                 )
             if scheme not in made:
-                made[scheme] = linear_class(scheme)(shape[1], shape[0], source.has_bias, "meta", scheme=scheme)
+                made[scheme] = meta_linear(scheme, shape[1], shape[0], source.has_bias)
             one = made[scheme]
             if problem := _why_apart(scheme, one, len(leaves)):
                 raise CheckpointError(f"{config_path}: {layer} is an expert in {scheme.name}, {problem}")

@@ -26,7 +26,7 @@ from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
 from qgemm.checkpoint.words import select_columns, unpack_words
-from qgemm.nn import linear_class
+from qgemm.nn.kinds import meta_linear
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes
 from qgemm.scheme import QuantScheme, resolve_scheme
@@ -249,7 +249,7 @@ def _note(contents: Contents, layer: PackedLayer) -> None:
     sources = {"weight": "qweight", "weight_scale": "scales"}
     sources |= {} if layer.symmetric else {"weight_zero_point": "qzeros"}
     sources |= {"input_order": "g_idx"} if layer.ordered else {}
-    like = linear_class(layer.scheme)(layer.K, layer.N, False, "meta", scheme=layer.scheme)
+    like = meta_linear(layer.scheme, layer.K, layer.N)
     made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
     for leaf, source in sources.items():
         parameter = getattr(like, leaf)

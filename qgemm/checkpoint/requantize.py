@@ -22,6 +22,7 @@ from qgemm.model.offloading import carry_hooks, is_offloaded
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
+from qgemm.nn.kinds import meta_linear
 from qgemm.nn.linear_layer import is_conv1d, largest, linear_weight
 from qgemm.nn.quant_layer import frozen
 from qgemm.scheme import QuantScheme
@@ -74,7 +75,7 @@ def restore_float(contents: Contents, name: str, module: nn.Module) -> None:
     if weight.shape != (contents.shapes.get(name) or contents.headers[f"{name}.weight"].shape):
         return
     N, K = weight.shape
-    old, dtype = linear_class(scheme)(K, N, False, "meta", scheme=scheme), weight.dtype
+    old, dtype = meta_linear(scheme, K, N), weight.dtype
     leaves = [leaf for leaf, _ in old.named_parameters(recurse=False)]
     _check(contents, name, old, leaves)
 
@@ -156,7 +157,7 @@ def _layer_like(contents: Contents, name: str, module: nn.Module | None, scheme:
     # Of a bias that depends on the weight, what the float layer's is.
     known = linear_class(contents.manifest.layers[name])
     has_bias = known.folds_bias and getattr(module, "bias", None) is not None
-    return linear_class(scheme)(K, N, has_bias, "meta", torch.float32, scheme)
+    return meta_linear(scheme, K, N, has_bias, torch.float32)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -228,7 +229,7 @@ def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
     """
     bias = layer.float_bias()
     dtype = torch.float32 if bias is None else bias.dtype
-    made = linear_class(scheme)(layer.in_features, layer.out_features, bias is not None, "meta", dtype, scheme)
+    made = meta_linear(scheme, layer.in_features, layer.out_features, bias is not None, dtype)
     if (kept := _kept(layer, made)) is not None:
         for leaf, value in kept.items():
             setattr(made, leaf, frozen(value))

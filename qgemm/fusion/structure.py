@@ -174,9 +174,9 @@ def _find_mixer(layer: nn.Module, name: str) -> tuple[str, str]:
     """Where what is called ``name`` in ``layer`` has the module that mixes tokens, and the layer behind it, if any."""
     holder = layer.get_submodule(name)
     inner, output = child_of(holder, _INNER), holder._modules.get("output")
-    is_nested = output is not None and {*_computing(output)} == {"dense"} and {*_computing(holder)} == {inner, "output"}
-    if is_nested and not holder._parameters:
-        return f"{name}.{inner}", f"{name}.output.dense"
+    if output is not None and not (holder._parameters or output._parameters):
+        if {*_computing(output)} == {"dense"} and {*_computing(holder)} == {inner, "output"}:
+            return f"{name}.{inner}", f"{name}.output.dense"
     out = child_of(holder, OUT)
     return name, out and f"{name}.{out}"
 

@@ -1,7 +1,7 @@
 """A quantized weight of a linear layer with what goes with it, as one value: what ``weight_only_linear`` multiplies by.
 
 It is made where a layer or an operator is called, and passed on whole. How kernels are compiled for it is another
-value, ``weight_only.config.Stored``: that has no tensors, so calls of a kind share it.
+value, ``StoredForm``: that has no tensors, so calls of a kind share it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch.fx import Proxy
 from qgemm.kernels import GatedActivation
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.nn.float_experts import FloatExperts, describe_experts
-from qgemm.nn.kinds import linear_class
+from qgemm.nn.kinds import linear_class, meta_linear
 from qgemm.nn.linear_layer import NOT_FINITE, LinearLayer
 from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
@@ -97,16 +97,11 @@ class QuantExperts(QuantLayer):
         if self.scheme != (computed := self.scheme.for_experts()):
             raise ValueError(f'scheme {self.scheme.name!r} isn\'t supported for experts: use "{computed.name}"')
         for name in _WEIGHTS:
-            one = self._linear(name, device, dtype)
+            one = linear_class(self.scheme)(*self._sizes(name), bias, device, dtype, self.scheme)
             for end in _ENDS:
                 value = one._parameters.get(_leaf(end))
                 stacked = None if value is None else value.detach().expand(num_experts, *value.shape).clone()
                 self.register_parameter(f"{name}{end}", None if stacked is None else frozen(stacked))
-
-    def _linear(
-        self, name: str, device: torch.device | str | None = "meta", dtype: torch.dtype | None = None
-    ) -> LinearLayer:
-        return linear_class(self.scheme)(*self._sizes(name), self.has_bias, device, dtype, self.scheme)
 
     def _sizes(self, name: str) -> tuple[int, int]:
         """``(K, N)`` of the linear layers that ``name`` stacks."""
@@ -118,7 +113,7 @@ class QuantExperts(QuantLayer):
 
         With ``expert`` None, one on meta, without values.
         """
-        linear = self._linear(name)
+        linear = meta_linear(self.scheme, *self._sizes(name), self.has_bias)
         for end in _ENDS:
             value = self.stored(f"{name}{end}")
             if expert is not None and value is not None:
@@ -362,10 +357,8 @@ def compute_experts(
     return quant_experts(hidden_states, index, top_k_weights, weights, residual)
 
 
-@functools.lru_cache(maxsize=64)
-def _asked(scheme: QuantScheme, K: int, N: int, bias: bool) -> LinearLayer:
-    """A linear layer on meta for questions about one expert's tensors, of which a model may have 200,000."""
-    return linear_class(scheme)(K, N, bias, "meta", None, scheme)
+# For questions about one expert's tensors, of which a model may have 200,000.
+_asked = functools.lru_cache(maxsize=64)(meta_linear)
 
 
 def split_leaf(name: str) -> tuple[str, str]:

@@ -1,6 +1,8 @@
-"""``linear_class``: which class of linear layer computes a scheme."""
+"""``linear_class``: which class of linear layer computes a scheme. ``meta_linear``: such a layer without values."""
 
 from __future__ import annotations
+
+import torch
 
 from qgemm.nn.asymmetric import AsymmetricLinear
 from qgemm.nn.block_scaled import BlockScaledLinear
@@ -24,3 +26,13 @@ def linear_class(scheme: str | QuantScheme) -> type[LinearLayer]:
         if kind.computes(scheme):
             return kind
     raise ValueError(f"no layer computes the scheme {scheme.name!r}: use one of qgemm.SCHEMES")
+
+
+def meta_linear(
+    scheme: str | QuantScheme, in_features: int, out_features: int, bias: bool = False, dtype: torch.dtype | None = None
+) -> LinearLayer:
+    """A layer on the meta device: it tells the names, shapes and dtypes of a scheme's parameters, or waits for them.
+
+    Raises ``ValueError`` as the class does.
+    """
+    return linear_class(scheme)(in_features, out_features, bias, "meta", dtype, scheme)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.nn import LinearLayer, linear_class
 from qgemm.streaming.float_tensors import FloatTensor
 
 
@@ -33,10 +32,6 @@ class FloatWeight:
     parameters: dict[str, str]
     values: FloatTensor
     is_transposed: bool = False
-
-    def linear(self) -> LinearLayer:
-        """A new linear layer, on meta, that quantizes rows of the weight."""
-        return linear_class(self.scheme)(self.in_features, self.out_features, False, "meta", scheme=self.scheme)
 
 
 @dataclass(frozen=True)

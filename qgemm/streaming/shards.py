@@ -16,6 +16,7 @@ from torch import Tensor
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
 from qgemm.model.swap import WeightError
+from qgemm.nn.kinds import meta_linear
 from qgemm.nn.linear_layer import largest
 from qgemm.numerics.integers import cdiv
 from qgemm.streaming.journal import Begun
@@ -80,7 +81,7 @@ def _made(
             piece = tensor.rows(start, stop)
             yield piece.nbytes, {unit: piece}
         return
-    layer = weight.linear()
+    layer = meta_linear(weight.scheme, weight.in_features, weight.out_features)
     started = -1
     for expert, index, part in _rows(weight, device, skip, layer.rows_in_step):
         if layer.whole_names and expert != started:

@@ -6,7 +6,9 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ import qgemm
 from checkpoint.foreign import edit_quantization, edit_tensors, needs_the_library, relative, same_tensors
 from qgemm import CheckpointError, QuantExperts
 from qgemm.checkpoint import compressed_tensors_writer, model_names
+from qgemm.nn.float_experts import describe_experts
 
 # The names in files of the gate, up and down layers of an expert, and of what is around it.
 QWEN = ("gate_proj", "up_proj", "down_proj")
@@ -353,3 +356,21 @@ def test_layers_that_transformers_skips_are_left_out(tmp_path: Path) -> None:
     edit_tensors(tmp_path / "foreign", lambda t: t.update({"model.layers.60.enorm.weight": torch.ones(8)}))
     with pytest.raises(CheckpointError, match=r"tensors that the model doesn't have: .*layers\.60\.enorm"):
         qgemm.load_quantized(tmp_path / "foreign")
+
+
+@pytest.mark.parametrize(
+    "other", [{"is_transposed": True}, {"is_interleaved": True}, {"parameters": {"down_proj_bias": "down_proj_bias"}}]
+)
+def test_float_experts_in_a_form_of_their_own_are_not_put_together(
+    other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = MIXTURES["qwen3_moe"]().model, "model.layers.0.mlp.experts"
+    source = describe_experts(model.get_submodule(path))
+    leaves = [f"{each}.{leaf}" for each in range(source.num_experts) for leaf in ("gate_proj", "up_proj", "down_proj")]
+    for told, count in ((source, len(leaves)), (replace(source, **other), 0)):
+        merged: list[Any] = []
+        headers = dict.fromkeys(f"{path}.{leaf}.weight" for leaf in leaves)
+        contents: Any = SimpleNamespace(headers=headers, merge=lambda *args, merged=merged: merged.append(args))
+        monkeypatch.setattr(model_names, "describe_experts", lambda _, told=told: told)
+        model_names.merge_float_experts(contents, model)
+        assert len(merged) == count

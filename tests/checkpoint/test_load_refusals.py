@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families.schemes import quantized_layer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
 from checkpoint.rewriting import rewrite_file
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
 from qgemm.checkpoint.name_ranges import expand
+from qgemm.checkpoint.pretrained import _config_class
 
 CONFIG, INDEX, GENERATION = "config.json", "model.safetensors.index.json", "generation_config.json"
 UP = "model.layers.0.mlp.up_proj"
@@ -377,3 +379,14 @@ def test_a_name_of_the_hub_is_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("org/model", "model", str(tmp_path / "model")):
         with pytest.raises(CheckpointError, match=r"give the one that save_quantized wrote$"):
             load_quantized(name)
+
+
+def test_types_that_are_configs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With models of another type; transformers lists one by its name, or several."""
+    from transformers.models.auto import modeling_auto
+
+    part_of_the_name = type("Model", (), {"config_class": transformers.BertConfig})
+    assert _config_class(part_of_the_name, "gpt-sw3") is None
+    assert _config_class(transformers.GPT2Model, "gpt-sw3") is transformers.GPT2Config
+    monkeypatch.setattr(modeling_auto, "MODEL_MAPPING_NAMES", {"gpt-sw3": ("Other", "GPT2Model")})
+    assert _config_class(transformers.GPT2Model, "gpt-sw3") is transformers.GPT2Config

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import qgemm
-from checkpoint.foreign import relative, same_tensors
-from checkpoint.models import Net
+from checkpoint.foreign import edit_tensors, relative, same_tensors
+from checkpoint.models import Net, swap_linears, tiny_llama
 from checkpoint.packers import Layer, linears, write
 from checkpoint.samples import IDS, SAMPLES, load_sample
 from qgemm import CheckpointError, QuantLinear
@@ -260,3 +260,20 @@ def test_weights_that_overflow_name_the_layer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model.safetensors: a.qweight: weight holds NaN or Inf"):
         qgemm.load_quantized(folder, model=model, scheme="int8")
     assert model["a"] is before
+
+
+def test_nothing_is_kept_of_what_was_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others are still read: a model would be there twice."""
+    taken: list[nn.Module] = []
+    take = requantize._take
+    monkeypatch.setattr(requantize, "_take", lambda layer, values: (taken.append(layer), take(layer, values)))
+    qgemm.load_quantized(SAMPLES / "awq-gemm-g128", scheme="int8")
+    count = len(taken)
+    qgemm.save_quantized(swap_linears(tiny_llama(False)), tmp_path, format="compressed-tensors")
+    name = "model.embed_tokens.weight"
+    values, scale = torch.randint(-127, 128, (97, 32), dtype=torch.int8), torch.rand(97, 1)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: values, f"{name}_scale": scale}))
+    with pytest.warns(UserWarning, match="restored to float"):
+        qgemm.load_quantized(tmp_path)
+    assert len(taken) > count > 0
+    assert all(parameter.is_meta for layer in taken for parameter in layer.parameters())

@@ -7,6 +7,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 from fusion.encoders import OPERATORS
 from fusion.test_fuse import BOTH, Counted, fused_parts
 from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized
+from qgemm.fusion.fuse import _why_not_returned
 
 LAYER = (("attention",), ("mlp",))
 DECODER_LAYER = (("attention",), ("cross attention",), ("mlp",))
@@ -176,6 +178,14 @@ def test_attention_that_does_something_else_is_called(change: str) -> None:
     fuse(model, inputs(2, 7, decoder=3 if family in BY_LAYER else 0))
     first = fusion_report(model).records[0]
     assert ("attention" in first.parts, reason in first.reason) == (False, True), first.reason
+
+
+@pytest.mark.parametrize("returns_bias", [True, False])
+def test_a_bias_without_weights_is_returned_by_what_has_one(returns_bias: bool) -> None:
+    bias = torch.randn(1, 2, 3, 3)
+    call: Any = SimpleNamespace(output=(torch.zeros(1, 3, 8), bias), others={"position_bias": bias})
+    fused: Any = SimpleNamespace(returns_bias=returns_bias)
+    assert _why_not_returned(fused, call, 2) == ("" if returns_bias else "it returns a bias for the next layer")
 
 
 def test_weights_that_a_layer_returns_unasked() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import Example
 from torch import nn
 
@@ -82,6 +83,19 @@ def test_layers_with_other_parameters_are_left_alone(change: str) -> None:
     name = "layer_scale1" if change == "other scale" else "gate"
     first = next(record for record in fusion_report(example.model).records if not record.name.endswith("mlp"))
     assert (first.parts, first.reason) == ((), f"it has {name}, which is unknown")
+
+
+@pytest.mark.parametrize("gate", [_PlusOne(), nn.Parameter(torch.ones(64))], ids=["module", "parameter"])
+@pytest.mark.parametrize("place", ["attention", "attention.output"])
+def test_attention_in_a_module_with_more_is_left_alone(place: str, gate: Any) -> None:
+    """Even if that does nothing yet."""
+    example = ENCODERS["dinov2"]()
+    for layer in _layers(example.model, "Layer"):
+        layer.get_submodule(place).gate = gate
+    quantize_model(example.model)
+    fuse(example.model, example.inputs)
+    assert fused_parts(example.model) == (("mlp",), ("mlp",))
+    assert "projections of Dinov2Attention are unknown" in fusion_report(example.model).records[0].reason
 
 
 @torch.no_grad()
@@ -185,6 +199,22 @@ def test_attention_to_sequences_one_behind_another_that_differs_is_called(change
     fuse(example.model, one)
     assert fused_parts(example.model) == (("mlp",), ("mlp",))
     assert torch.equal(example.output(), expected)
+
+
+def test_flash_attention_gets_all_sequences_at_once() -> None:
+    """As the model hands them over, also after it was fused for another function."""
+    example = quantized("qwen2_vl")
+    fuse(example.model, example.inputs)
+    told: list[Any] = []
+
+    def flash(module: Any, q: torch.Tensor, k: Any, v: Any, **others: Any) -> tuple[torch.Tensor, None]:
+        told.append(others["cu_seq_lens_q"].tolist())
+        return q.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("flash_of_a_test", flash)
+    example.model.config._attn_implementation = "flash_of_a_test"
+    example.output()
+    assert told == 2 * [[0, 16, 32]]
 
 
 def test_sequences_that_were_not_there_when_a_layer_was_fused() -> None:

@@ -345,6 +345,16 @@ def test_attention_with_a_parameter_of_its_own_is_left_alone() -> None:
     assert "LlamaAttention has more than projections and norms: temperature" in fusion_report(model).records[1].reason
 
 
+def test_attention_with_a_projection_of_another_name_is_left_alone() -> None:
+    model: Any = quantized("llama").model
+    attention = model.model.layers[1].self_attn
+    attention.to_queries = attention._modules.pop("q_proj")
+    attention.__class__ = type("Renamed", (type(attention),), {"q_proj": property(lambda self: self.to_queries)})
+    fuse(model)
+    assert fused_parts(model)[:2] == (BOTH, ("mlp",))
+    assert "the projections of Renamed are unknown" in fusion_report(model).records[1].reason
+
+
 def test_an_mlp_that_takes_anything_is_fused() -> None:
     example = quantized("llama")
     model: Any = example.model

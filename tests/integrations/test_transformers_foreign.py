@@ -272,3 +272,17 @@ def test_a_quantized_head_that_the_config_ties_to_the_embedding(copied: Callable
         assert same_tensors(again, wanted)
         again.tie_weights()
         assert isinstance(again.lm_head, WeightOnlyLinear)
+
+
+@pytest.mark.parametrize("offloaded", ["model.layers.1", "model.embed_tokens"])  # a layer, and what is restored
+def test_layers_that_device_map_offloads_are_refused(offloaded: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    qgemm.save_quantized(swap_linears(tiny_llama(False)), tmp_path, format="compressed-tensors")
+    name = "model.embed_tokens.weight"
+    values, scale = torch.randint(-127, 128, (97, 32), dtype=torch.int8), torch.rand(97, 1)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: values, f"{name}_scale": scale}))
+    parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    devices = {part: "disk" if part == offloaded else "cpu" for part in parts}
+    message = rf"device_map offloads {offloaded}.*, whose values come from another library's files"
+    with pytest.warns(UserWarning, match="restored to float"), pytest.raises(ValueError, match=message):
+        load(tmp_path, device_map=devices, offload_folder=tmp_path / "offloaded")

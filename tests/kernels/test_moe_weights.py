@@ -14,12 +14,13 @@ from torch import Tensor
 from qgemm.kernels import GPT_OSS, GatedActivation, dispatch
 from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped import weight_launcher
-from qgemm.kernels.grouped.weight_launcher import BY_ROWS, StoredForm, WeightConfig, fits
+from qgemm.kernels.grouped.weight_launcher import BY_ROWS, WeightConfig, fits
 from qgemm.kernels.launch import plans as launch_plans
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.moe import launcher
 from qgemm.kernels.moe import weight_launcher as moe
 from qgemm.kernels.reference import weight_only_experts_reference
+from qgemm.kernels.stored_form import StoredForm
 from qgemm.nn import QuantExperts
 from qgemm.nn.quant_layer import frozen
 from tests.kernels.devices import A100, H200, MI300X
@@ -142,8 +143,7 @@ def test_float32_is_computed_without_kernels(device: torch.device, monkeypatch: 
 @pytest.mark.parametrize("limits", [A100, H200, MI300X], ids=["A100", "H200", "MI300X"])
 def test_a_config_fits_every_device(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_launcher, "device_limits", lambda _: limits)
-    for name, bits in (("fp4", 4), ("int8", 8)):
-        form = StoredForm(name, bits, 32, True)
+    for form in (StoredForm("fp4", 32), StoredForm("int8", 32)):
         rows = [weight_launcher.select_weight_config(T, 32, form, torch.device("cpu")) for T in (4, 640, 2048, 65_536)]
         assert all(fits(config, form, limits) for config in rows)
         assert [config.block_m for config in rows] == sorted(config.block_m for config in rows)

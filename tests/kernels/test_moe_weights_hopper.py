@@ -15,8 +15,9 @@ from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped.weight_hopper import select_many_tokens
 from qgemm.kernels.moe import few_tokens
 from qgemm.kernels.moe import weight_launcher as moe
-from qgemm.kernels.moe.few_tokens import HopperForm, hopper_form, select_few_tokens
+from qgemm.kernels.moe.few_tokens import hopper_form, select_few_tokens
 from qgemm.kernels.reference import weight_only_experts_reference
+from qgemm.kernels.stored_form import StoredForm
 from qgemm.nn import QuantExperts
 from qgemm.nn.quant_layer import frozen
 from tests.kernels.devices import H200
@@ -122,17 +123,17 @@ def test_every_scale_of_8_bits_is_exact(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("scheme", "dtype", "form"),
     [
-        ("mxfp4", torch.bfloat16, HopperForm("fp4", 4, 32, True, False)),
+        ("mxfp4", torch.bfloat16, StoredForm("fp4", 32)),
         ("mxfp4", torch.float16, None),  # which doesn't hold every power of 2
         ("nvfp4", torch.bfloat16, None),
-        ("int4", torch.float16, HopperForm("int4", 4, 128, False, False)),
-        ("int4-asymmetric", torch.bfloat16, HopperForm("int4", 4, 128, False, True)),
+        ("int4", torch.float16, StoredForm("int4", 128)),
+        ("int4-asymmetric", torch.bfloat16, StoredForm("int4", 128, has_zeros=True)),
         ("int4-32", torch.bfloat16, None),
-        ("int8-weight", torch.bfloat16, HopperForm("int8", 8, 0, False, False)),
+        ("int8-weight", torch.bfloat16, StoredForm("int8", 0)),
         ("mxfp8", torch.bfloat16, None),
     ],
 )
-def test_which_weights_the_kernels_take(scheme: str, dtype: torch.dtype, form: HopperForm | None) -> None:
+def test_which_weights_the_kernels_take(scheme: str, dtype: torch.dtype, form: StoredForm | None) -> None:
     layer = QuantExperts(2, 192, 320, GPT_OSS, True, "meta", dtype, scheme)
     tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
     size = layer.scheme.weight.group_size or 0

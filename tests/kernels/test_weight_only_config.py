@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from qgemm.kernels.stored_form import StoredForm
 from qgemm.kernels.weight_only.config import (
     BLOCK_BYTES,
     MAX_COUNTS,
@@ -12,7 +13,6 @@ from qgemm.kernels.weight_only.config import (
     TILE_ROWS,
     TILES,
     Shareable,
-    Stored,
     fits_ring,
     prefers_tiles,
     select_few_rows,
@@ -22,7 +22,7 @@ from qgemm.kernels.weight_only.config import (
 from qgemm.numerics.integers import cdiv, next_power_of_2
 from tests.kernels.devices import H200
 
-INT4, INT8 = Stored("int4", 4, 128), Stored("int8", 8, 0)
+INT4, INT8 = StoredForm("int4", 128), StoredForm("int8", 0)
 FORMS = pytest.mark.parametrize("form", [INT4, INT8], ids=["int4", "int8"])
 # M, N and K where programs share K of the last tiles only, on 132 multiprocessors.
 WHOLE_AND_SHARED = [(33, 17032, 1040), (192, 17032, 1040), (770, 4096, 14336), (512, 28672, 4096)]
@@ -37,7 +37,7 @@ def test_a_block_of_packed_values_is_twice_as_long() -> None:
 
 @FORMS
 @pytest.mark.parametrize("M", [1, 2, 8, 9, 16])
-def test_few_rows(M: int, form: Stored) -> None:
+def test_few_rows(M: int, form: StoredForm) -> None:
     for N, _ in SIZES:
         tile = select_few_rows(M, N, form, H200)
         assert tile.columns == (8 if M <= 8 else 16)
@@ -66,7 +66,7 @@ def test_tiles_for_17_to_32_rows_of_int4(N: int, K: int, faster: bool) -> None:
 
 @FORMS
 @pytest.mark.parametrize("M", [1, 2, 8, 9, 16, 17, 32])
-def test_ring(M: int, form: Stored) -> None:
+def test_ring(M: int, form: StoredForm) -> None:
     if not fits_ring(M, 4096, form):
         assert (M, form) == (1, INT4)
         return
@@ -119,7 +119,7 @@ def test_parts_of_a_tile_and_room_for_them(shared: int, sharers: int) -> None:
 def test_small_groups_and_parts_of_blocks_have_no_ring() -> None:
     assert fits_ring(32, 4096, INT4)
     assert not fits_ring(33, 4096, INT4)
-    assert not fits_ring(16, 4096, Stored("fp4", 4, 32))
+    assert not fits_ring(16, 4096, StoredForm("fp4", 32))
     assert not fits_ring(16, 4096 + 128, INT4)
     assert fits_ring(16, 4096 + 128, INT8)
 
@@ -147,7 +147,7 @@ TIMED = [
 
 @pytest.mark.parametrize(("M", "N", "K", "form", "times"), TIMED)
 def test_the_ring_tile_that_is_chosen_is_the_fastest(
-    M: int, N: int, K: int, form: Stored, times: dict[tuple[int, int, int], float]
+    M: int, N: int, K: int, form: StoredForm, times: dict[tuple[int, int, int], float]
 ) -> None:
     tile = select_ring(M, N, K, form, H200)
     assert times[tile.splits, tile.rows, tile.sharers] <= 1.02 * min(times.values())
@@ -155,7 +155,7 @@ def test_the_ring_tile_that_is_chosen_is_the_fastest(
 
 @FORMS
 @pytest.mark.parametrize("M", [17, 33, 64, 100, 200, 512, 513, 8192])
-def test_tiles(M: int, form: Stored) -> None:
+def test_tiles(M: int, form: StoredForm) -> None:
     for N, K in SIZES:
         tile = select_tiles(M, N, K, form, H200)
         shared_well(tile, tile.tiles(M, N), H200.num_sms, cdiv(K, form.block))
@@ -163,7 +163,7 @@ def test_tiles(M: int, form: Stored) -> None:
 
 @FORMS
 @pytest.mark.parametrize(("M", "N", "K"), WHOLE_AND_SHARED)
-def test_some_tiles_are_shared(M: int, N: int, K: int, form: Stored) -> None:
+def test_some_tiles_are_shared(M: int, N: int, K: int, form: StoredForm) -> None:
     tile = select_tiles(M, N, K, form, H200)
     assert 0 < tile.shared < tile.tiles(M, N)
 
@@ -178,7 +178,7 @@ def test_slots_fit_into_shared_memory() -> None:
 
 
 @FORMS
-def test_tiles_are_about_as_wide_as_there_are_rows(form: Stored) -> None:
+def test_tiles_are_about_as_wide_as_there_are_rows(form: StoredForm) -> None:
     for M, columns in ((128, 128), (129, 160), (160, 160), (161, 192), (256, 256), (320, 160)):
         assert select_tiles(M, 28672, 8192, form, H200).columns == columns
     assert select_tiles(384, 28672, 8192, form, H200).columns == {4: 128, 8: 192}[form.bits]
@@ -191,8 +191,8 @@ def test_accumulators_have_sizes_of_powers_of_2() -> None:
     assert {tile.widths for tile in TILES[4]} == {(32,), (64,), (128,), (128, 32), (128, 64), (256,)}
 
 
-@pytest.mark.parametrize("form", [Stored("int4", 4, 128, has_zeros=True), Stored("fp4", 4, 32)])
-def test_zero_points_and_small_groups_have_narrower_tiles(form: Stored) -> None:
+@pytest.mark.parametrize("form", [StoredForm("int4", 128, has_zeros=True), StoredForm("fp4", 32)])
+def test_zero_points_and_small_groups_have_narrower_tiles(form: StoredForm) -> None:
     assert {select_tiles(M, 8192, 8192, form, H200).columns for M in (20, 64, 192, 512, 4096)} <= {32, 64, 128}
     assert select_tiles(4096, 8192, 8192, INT4, H200).columns == 256
     assert select_tiles(4096, 8192, 8192, INT4, H200, exact=False).columns == 128

@@ -11,8 +11,9 @@ from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.scaled_weight import ScaledWeight
+from qgemm.kernels.stored_form import StoredForm
 from qgemm.kernels.weight_only import float_launcher
-from qgemm.kernels.weight_only.config import TILES, FewRowsRing, Stored, Tiles
+from qgemm.kernels.weight_only.config import TILES, FewRowsRing, Tiles
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
@@ -195,7 +196,7 @@ class Recorder:
 def test_the_launch_takes_all_that_finishes_tiles(sharers: int, shared: int, in_ring: bool) -> None:
     """Three tiles of which the last are shared. On any machine: nothing computes."""
     M, N, K = (32, 192, 512) if in_ring else (64, 384, 512)
-    form, strides = Stored("int4", 4, 128), (K, K // 2, K // 128, N)
+    form, strides = StoredForm("int4", 128), (K, K // 2, K // 128, N)
     if in_ring:
         ring = FewRowsRing(2, 64, 32, 2, 4, 2, shared=shared, sharers=sharers)
         plan = float_launcher.ring_plan(ring, form, M, N, K, strides, torch.bfloat16, H200)

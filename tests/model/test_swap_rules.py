@@ -134,6 +134,10 @@ def test_rules_hold_for_these_and_no_more(around: list[tuple[str, str]], kept: b
         ("diffusers.models.transformers.transformer_wan", "WanTimeTextImageEmbedding", "time_embedder.linear_1", True),
         ("diffusers.models.transformers.transformer_wan", "WanTimeTextImageEmbedding", "time_proj", False),
         ("diffusers.models.embeddings", "CombinedTimestepTextProjEmbeddings", "timestep_embedder.linear_1", False),
+        *(
+            ("diffusers.models.transformers.transformer_minimax_h3", "MiniMaxH3Transformer", path, path != "to_q")
+            for path in ("linear", "proj_in", "audio_proj_in", "context_embedder.linear_1", "proj_out", "to_q")
+        ),
         ("torchvision.models.swin_transformer", "ShiftedWindowAttentionV2", "cpb_mlp.0", False),
         ("torchvision.models.swin_transformer", "ShiftedWindowAttentionV2", "qkv", True),
         ("open_clip.modified_resnet", "AttentionPool2d", "c_proj", True),

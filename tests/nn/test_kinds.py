@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
 from qgemm.nn import LinearLayer, QuantLinear, linear_class
+from qgemm.nn.kinds import meta_linear
 from qgemm.scheme import SCHEMES, resolve_scheme
 
 SCHEME = pytest.mark.parametrize("scheme", EVERY_LAYER)
@@ -58,7 +59,7 @@ def test_a_new_layer_gives_nan(scheme: str, device: torch.device) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_new_layer_is_one_that_was_quantized_but_for_values(scheme: str, bias: bool) -> None:
     made = make(scheme, bias, torch.bfloat16)
-    new = linear_class(scheme)(K, N, bias, "meta", torch.bfloat16, scheme)
+    new = meta_linear(scheme, K, N, bias, torch.bfloat16)
     wanted = {name: (parameter.shape, parameter.dtype) for name, parameter in new.named_parameters()}
     assert {name: (parameter.shape, parameter.dtype) for name, parameter in made.named_parameters()} == wanted
     on_meta = quantized_layer(nn.Linear(K, N, bias=bias, device="meta", dtype=torch.bfloat16), scheme)

@@ -6,6 +6,7 @@ A process of its own imports PyTorch for seconds, so all but two tests fork this
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -16,7 +17,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,3 +360,15 @@ def test_two_processes_on_gpus_write_the_files_of_one(scheme: str, source: Path,
     assert [name for name in files if files[name] != expected[name] and name != REPORT_FILE] == []
     errors = [[record.weight_error or 0 for record in report.records] for report in (on_gpus, on_cpu)]
     assert errors[0] == pytest.approx(errors[1], rel=2**-22)  # last bits of sums in float32
+
+
+def test_workers_without_a_file_end_first() -> None:
+    done: list[str] = []
+
+    def fake(name: str) -> Any:
+        stop, begin = partial(done.append, f"{name} stops"), partial(done.append, f"{name} begins")
+        return SimpleNamespace(stop=stop, begin=lambda lock: begin(), write_shard=None)
+
+    shards: Any = SimpleNamespace(left=["a", "b"], write=lambda write: None, failure=None)
+    convert._write_shards(shards, torch.device("cpu"), [fake("first"), fake("second")], io.BytesIO())
+    assert done == ["second stops", "first begins", "first stops"]

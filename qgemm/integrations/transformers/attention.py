@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qgemm.integrations.transformers.cache import NO_MASK
-from qgemm.integrations.transformers.tokens import Seen, Stored, Tokens, UnfitAttentionError
+from qgemm.integrations.transformers.tokens import CacheMetadata, Seen, Tokens, UnfitAttentionError
 from qgemm.kernels.attention.checks import MAX_HEAD_SIZE, MAX_QUERIES
 
 MAX_SCORES = 2**27  # in float32, at a time
@@ -41,7 +41,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """As transformers calls it: ``query [B, heads, S, D]``; returns ``[B, S, heads, D]``, and no weights."""
     # Not getattr with a default: torch.compile takes that for missing.
-    about: Stored | None = key.about if hasattr(key, "about") else None
+    about: CacheMetadata | None = key.about if hasattr(key, "about") else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if about is None:
         if not softcap and s_aux is None:
@@ -103,7 +103,7 @@ def mask(
     return found
 
 
-def _check_fits(module: nn.Module, value: Tensor, mask: Tensor | None, about: Stored) -> None:
+def _check_fits(module: nn.Module, value: Tensor, mask: Tensor | None, about: CacheMetadata) -> None:
     """Raises ``UnfitAttentionError`` for what the cache's own counts don't say."""
     about.tokens.unread = False
     kind = type(module).__name__
@@ -117,7 +117,7 @@ def _check_fits(module: nn.Module, value: Tensor, mask: Tensor | None, about: St
         raise UnfitAttentionError(f"{kind} has a window in its cache and none in its mask")
 
 
-def _is_prompt(query: Tensor, about: Stored) -> bool:
+def _is_prompt(query: Tensor, about: CacheMetadata) -> bool:
     """Whether keys are taken by PyTorch's attention: many queries, or nothing but this forward's keys.
 
     A CUDA graph is replayed when there are more.
@@ -133,7 +133,7 @@ def _of_prompt(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    about: Stored,
+    about: CacheMetadata,
     dropout: float,
     scale: float,
     softcap: float | None,

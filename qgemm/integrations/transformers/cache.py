@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedConfig, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
-from qgemm.integrations.transformers.tokens import Seen, Stored, Tokens, UnfitAttentionError
+from qgemm.integrations.transformers.tokens import CacheMetadata, Seen, Tokens, UnfitAttentionError
 from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.nn.blocks.attention import CACHES
 from qgemm.numerics.formats import INT8
@@ -153,7 +153,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
                 about.fresh = fresh
             return keys, values
         keys, values = ((x * s[..., None]).to(self.dtype) for x, s in ((keys, k_scale), (values, v_scale)))
-        keys.about = Stored(self.tokens, self.window)  # type: ignore[attr-defined]
+        keys.about = CacheMetadata(self.tokens, self.window)  # type: ignore[attr-defined]
         return keys, values
 
     def _of_batch(self, batch: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -166,7 +166,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
             k_scale = None if self.key_scales is None else self.key_scales[rows]
             v_scale = None if self.value_scales is None else self.value_scales[rows]
             # Not self.keys: what is hung on it must not hold it.
-            keys.about = values.about = Stored(self.tokens, self.window, k_scale, v_scale)
+            keys.about = values.about = CacheMetadata(self.tokens, self.window, k_scale, v_scale)
             self._views, self._rows, self.batch_size = (keys, values, k_scale, v_scale), rows, batch
         return self._views
 

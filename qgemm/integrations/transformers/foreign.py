@@ -161,11 +161,8 @@ class ForeignLoad:
 
     def finish(self, model: PreTrainedModel) -> None:
         """Reads the values of the layers, each on its device; raises ``CheckpointError`` as ``load_quantized`` does."""
-        if offloaded := [
-            name
-            for name in (*self._layers, *self._restored)
-            if is_offloaded(self._layers.get(name) or model.get_submodule(name))
-        ]:
+        ours = (*self._layers, *self._restored)
+        if offloaded := [name for name in ours if is_offloaded(model.get_submodule(name))]:
             raise ValueError(
                 f"device_map offloads {offloaded[0]}, whose values come from another library's files: convert them "
                 "with qgemm convert --to qgemm, and load that folder with this device_map"

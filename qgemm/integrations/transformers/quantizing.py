@@ -27,7 +27,7 @@ from qgemm.model.swap import ExpertsSwap, swap
 from qgemm.nn import QuantExperts, QuantLayer
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
-from qgemm.nn.kinds import linear_class
+from qgemm.nn.kinds import meta_linear
 from qgemm.nn.linear_layer import linear_weight
 
 
@@ -160,7 +160,7 @@ def _on_meta(model: PreTrainedModel, plan: SwapPlan) -> Iterator[tuple[str, Quan
             made: QuantLayer = QuantExperts.like(module, describe_experts(module), scheme)
         else:
             N, K = linear_weight(module).shape
-            made = linear_class(scheme)(K, N, module.bias is not None, "meta", scheme=scheme)
+            made = meta_linear(scheme, K, N, module.bias is not None)
         yield from ((name, made) for name in layer.names)
 
 

@@ -118,7 +118,7 @@ class Seen(int):
 
 
 @dataclass
-class Stored:
+class CacheMetadata:
     """What attention must know of keys and values that it is given, beside themselves."""
 
     tokens: Tokens

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from qgemm.nn.kinds import linear_class
+from qgemm.nn.kinds import linear_class, meta_linear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.hadamard import block_size
@@ -46,7 +46,7 @@ class Sizes:
 
     def linear(self) -> LinearLayer:
         """A layer of qgemm of this size on meta, whose parameters are those to be made."""
-        return linear_class(self.scheme)(self.own_K, sum(self.rows), False, "meta", torch.float32, self.scheme)
+        return meta_linear(self.scheme, self.own_K, sum(self.rows), dtype=torch.float32)
 
     def check(self) -> None:
         """Raises ``ValueError`` for parts that the scheme doesn't allow."""

@@ -13,9 +13,9 @@ from qgemm.kernels.grouped.config import rows_of_group
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
+from qgemm.kernels.stored_form import BLOCK_BYTES
 from qgemm.numerics.integers import cdiv
 
-BLOCK_BYTES = 128  # of a row of the weight, multiplied at a time
 PANEL = 64  # values of a row of A that are copied at a time
 MIN_MANY_ROWS = 96  # of a group, on average: its unpacked weight is used often enough
 

@@ -15,7 +15,7 @@ from qgemm.kernels.grouped.kernels import GroupTiles
 from qgemm.kernels.stages import GemmContext
 from qgemm.kernels.stages.aggregate import INTERPRETING
 from qgemm.kernels.stages.epilogue import biased, product, rounded
-from qgemm.kernels.stages.unpack import fp8_value, unpack, widen
+from qgemm.kernels.stages.unpack import scale_value, unpack, widen
 
 HALF = tl.constexpr(128)  # of a packed block: how far apart in K the two values of a byte are
 
@@ -47,7 +47,7 @@ def _grouped_weight_kernel(
         if PDL:
             gdc_launch_dependents()
         if FORM.group == 0:
-            acc = acc * _float_scale(tl.load(scale + n), FORM)[None, :]
+            acc = acc * scale_value(tl.load(scale + n))[None, :]
         if global_scale is not None:
             acc = acc * (tl.load(global_scale + 2 * group) / tl.load(global_scale + 2 * group + 1))
         if bias is not None:
@@ -162,13 +162,13 @@ def _times(values, raw, zero_point, FORM: tl.constexpr):
         values = _minus(values, zero_point)
     if FORM.group == 0:
         return values
-    elif raw.dtype == tl.uint8 and FORM.has_exponents and values.dtype == tl.bfloat16:
+    elif raw.dtype == tl.uint8 and values.dtype == tl.bfloat16:
         bits = tl.where(raw == 0, 1 << 6, raw.to(tl.int16) << 7)
         return product(values, bits.to(tl.int16).to(tl.bfloat16, bitcast=True))
     elif raw.dtype == values.dtype:
         return product(values, raw)
     else:
-        return rounded(values.to(tl.float32) * _float_scale(raw, FORM), values.dtype)
+        return rounded(values.to(tl.float32) * scale_value(raw), values.dtype)
 
 
 @triton.jit
@@ -178,15 +178,3 @@ def _minus(values, zero_point):
         return rounded(values.to(tl.float32) - zero_point.to(tl.float32), values.dtype)
     else:
         return values - zero_point.to(values.dtype)
-
-
-@triton.jit
-def _float_scale(raw, FORM: tl.constexpr):
-    """float32 of scales as they are stored: floats, those of 8 bits by their bits."""
-    if raw.dtype == tl.uint8 and FORM.has_exponents:
-        # The smallest has no exponent of its own.
-        return tl.where(raw == 0, 1 << 22, raw.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    elif raw.dtype == tl.uint8:
-        return fp8_value(raw)
-    else:
-        return raw.to(tl.float32)

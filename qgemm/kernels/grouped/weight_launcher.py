@@ -11,22 +11,8 @@ from qgemm.kernels.grouped.launcher import max_tiles
 from qgemm.kernels.grouped.weight_kernels import _grouped_weight_kernel
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
-from qgemm.numerics.formats import FORMATS
+from qgemm.kernels.stored_form import StoredForm
 from qgemm.numerics.integers import cdiv
-
-
-@dataclass(frozen=True)
-class StoredForm:
-    """How a weight is stored.
-
-    The name of its format, the bits of a value, how many of K share a scale (0: all), and whether a scale of 8 bits is
-    the exponent of a power of 2, not an e4m3.
-    """
-
-    name: str
-    bits: int
-    group: int
-    has_exponents: bool
 
 
 @dataclass(frozen=True)
@@ -54,11 +40,6 @@ BY_ROWS: tuple[tuple[float, tuple[WeightConfig, ...]], ...] = (
 )
 # Two programs on a multiprocessor: one unpacks while the other multiplies.
 HOPPER = WeightConfig(128, 128, 32, 4, 4)
-
-
-def stored_form(name: str, group_size: int, scale: torch.Tensor) -> StoredForm:
-    """The form of weights in the format ``name`` with scales like ``scale``."""
-    return StoredForm(name, FORMATS[name].bits, group_size, scale.dtype == torch.uint8)
 
 
 def select_weight_config(T: int, G: int, form: StoredForm, device: torch.device) -> WeightConfig:

@@ -13,10 +13,10 @@ import torch
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped.config import filled_groups, rows_of_group
-from qgemm.kernels.grouped.weight_hopper import BLOCK_BYTES
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
+from qgemm.kernels.stored_form import BLOCK_BYTES, StoredForm
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 SCALED_GROUP = 32  # values with one power of 2
@@ -24,19 +24,6 @@ MAX_FEW_ROWS = 4.5  # of an expert, on average: few have more than a program tak
 MAX_PAIRS = 1024  # that each program looks through
 PROGRAMS_PER_SM = 4
 MAX_ROUNDS = 4  # of programs
-
-
-@dataclass(frozen=True)
-class HopperForm:
-    """How a weight is stored, as far as kernels are compiled for it."""
-
-    name: str
-    bits: int
-    group: int
-    """Values with one scale; 0 for a row."""
-    scaled: bool
-    """Whether scales are powers of 2 that values are multiplied by; else sums are."""
-    has_zeros: bool
 
 
 @dataclass(frozen=True)
@@ -55,7 +42,7 @@ class FewTokens:
     """Of a thread."""
 
 
-def hopper_form(weights: WeightOnlyExperts, dtype: torch.dtype) -> HopperForm | None:
+def hopper_form(weights: WeightOnlyExperts, dtype: torch.dtype) -> StoredForm | None:
     """The form of ``weights`` with inputs of ``dtype``; None where the kernels don't take it."""
     form, group = weights.form, weights.group_size
     if any(size % 16 for size in weights.sizes) or weights.gate_up.shape[1] % 16:
@@ -67,10 +54,10 @@ def hopper_form(weights: WeightOnlyExperts, dtype: torch.dtype) -> HopperForm | 
         fits = form.name == "fp4" and group == SCALED_GROUP and dtype == torch.bfloat16
         # Two exponents are loaded together.
         fits = fits and all(size % (2 * SCALED_GROUP) == 0 for size in weights.sizes)
-        return HopperForm(form.name, form.bits, group, True, False) if fits else None
+        return StoredForm(form.name, group) if fits else None
     if group % BLOCK_BYTES or not weights.gate_up_scale.is_floating_point():
         return None
-    return HopperForm(form.name, form.bits, group, False, has_zeros)
+    return StoredForm(form.name, group, has_zeros)
 
 
 def select_few_tokens(P: int, E: int) -> FewTokens | None:
@@ -92,7 +79,7 @@ def few_tokens_launch(
     E: int,
     N: int,
     K: int,
-    form: HopperForm,
+    form: StoredForm,
     tile: FewTokens,
     activation: GatedActivation | None,
     limits: DeviceLimits,

@@ -121,7 +121,7 @@ class Scales:
         loaded = ()
         if pointers is not None:
             for half in gl.static_range(HALVES):
-                if self.form.scaled:
+                if self.form.scales_values:
                     at = self.group + (step * self.tiles.splits * HALVES + half) * (BLOCK // self.form.group)
                 else:
                     at = (self.group + (step * self.tiles.splits * HALVES + half)) * BLOCK // self.form.group
@@ -211,7 +211,7 @@ def _blocks_of(rows, weight, K, FORM: gl.constexpr, TILE: gl.constexpr):
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, cl)))
     j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, cl)))
     # The compiler doesn't see that 16 neighbours stay together.
-    j = gl.max_contiguous(gl.multiple_of(_in_order(j, FORM.scaled), 16), 16)
+    j = gl.max_contiguous(gl.multiple_of(_in_order(j, FORM.scales_values), 16), 16)
     column = split[:, None, None] * BLOCK + j[None, None, :]
     stride = K
     row_bytes = K
@@ -231,7 +231,7 @@ def _scales_of(rows, scale, zero_point, K, FORM: gl.constexpr, TILE: gl.constexp
     ROWS: gl.constexpr = TILE.rows
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     groups = gl.cdiv(K, FORM.group) if FORM.group > 0 else 1
-    if FORM.scaled:
+    if FORM.scales_values:
         # Where a thread's two pieces of 16 bytes lie along K.
         wl: gl.constexpr = gl.DotOperandLayout(0, mma, 16)
         pieces: gl.constexpr = (
@@ -247,12 +247,12 @@ def _scales_of(rows, scale, zero_point, K, FORM: gl.constexpr, TILE: gl.constexp
         group = gl.arange(0, SPLITS, gl.SliceLayout(1, sl))[:, None] * HALVES
     r = gl.arange(0, ROWS, rl)
     row = rows.output(r, 0) - rows.columns
-    row = row[None, :, None] if FORM.scaled else row[None, :]
+    row = row[None, :, None] if FORM.scales_values else row[None, :]
     scales = None
     zeros = None
     if FORM.group > 0:
         at = rows.row(r, 0) * groups
-        at = at[None, :, None] if FORM.scaled else at[None, :]
+        at = at[None, :, None] if FORM.scales_values else at[None, :]
         scales = scale + at
         if FORM.has_zeros:
             zeros = zero_point + at
@@ -264,7 +264,7 @@ def _columns_and_k(FORM: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexp
     """Which columns threads have, and which values of a step's part of K."""
     WIDTH: gl.constexpr = BLOCK * (2 if FORM.bits == 4 else 1)
     c = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    k = _in_order(gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), FORM.scaled)[None, :, None]
+    k = _in_order(gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), FORM.scales_values)[None, :, None]
     return c, gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * WIDTH + k
 
 
@@ -321,7 +321,7 @@ def _add_block(acc, total_x, packed, xs, scales, zeros, FORM: gl.constexpr):
     SUMS: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = xs[0].dtype
     FORMAT: gl.constexpr = FORM.name
-    if FORM.scaled:
+    if FORM.scales_values:
         low = gl.convert_layout(_of_pieces(scales[0], packed.shape), packed.type.layout, assert_trivial=True)
         high = gl.convert_layout(_of_pieces(scales[1], packed.shape), packed.type.layout, assert_trivial=True)
         values = unpack_scaled(packed, low, high)
@@ -331,8 +331,8 @@ def _add_block(acc, total_x, packed, xs, scales, zeros, FORM: gl.constexpr):
         values = (widen(packed, FORMAT, DTYPE),)
     for half in gl.static_range(len(xs)):
         w = _in_words(values[half], SUMS, 0)
-        b = _in_words(_swapped(xs[half]) if FORM.scaled else xs[half], SUMS, 1)
-        if FORM.scaled or FORM.group == 0:
+        b = _in_words(_swapped(xs[half]) if FORM.scales_values else xs[half], SUMS, 1)
+        if FORM.scales_values or FORM.group == 0:
             acc = mma_v2(w, b, acc)
         else:
             sums = mma_v2(w, b, gl.zeros(acc.shape, gl.float32, SUMS))
@@ -344,7 +344,7 @@ def _add_block(acc, total_x, packed, xs, scales, zeros, FORM: gl.constexpr):
                 of_x = mma_v2(ones, b, gl.zeros(acc.shape, gl.float32, SUMS))
                 zero = zeros[half].to(gl.float32)[:, :, None]
                 sums = gl.fma(of_x, gl.broadcast(-zero, sums)[0], sums)
-        if not FORM.scaled and FORM.group > 0:
+        if not FORM.scales_values and FORM.group > 0:
             factor = scale_value(scales[half])[:, :, None]
             acc = gl.fma(sums, gl.broadcast(factor, sums)[0], acc)
     return acc, total_x

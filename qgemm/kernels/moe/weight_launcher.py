@@ -15,14 +15,15 @@ from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped.launcher import table_size
 from qgemm.kernels.grouped.weight_hopper import many_tokens_launch, select_many_tokens
-from qgemm.kernels.grouped.weight_launcher import select_weight_config, stored_form, weight_product_launch
+from qgemm.kernels.grouped.weight_launcher import select_weight_config, weight_product_launch
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, MAX_ROWS_TO_OVERLAP, Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.steps import LaunchPlan, Layout, Names, Step, Tensors
 from qgemm.kernels.moe.checks import check_weight_only_experts
-from qgemm.kernels.moe.few_tokens import FewTokens, HopperForm, few_tokens_launch, hopper_form, select_few_tokens
+from qgemm.kernels.moe.few_tokens import FewTokens, few_tokens_launch, hopper_form, select_few_tokens
 from qgemm.kernels.moe.launcher import CHUNK, activate_launch, bins, combine_launch, route_steps
+from qgemm.kernels.stored_form import StoredForm
 from qgemm.numerics.formats import FP8
 from qgemm.numerics.integers import cdiv
 
@@ -67,7 +68,7 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
     absent |= set() if adds else {"residual"}
     form = hopper_form(weights, x.dtype) if limits.hopper and aligned else None
     few = select_few_tokens(P, E) if form is not None else None
-    many = select_many_tokens(P, E) if form is not None and form.scaled else None
+    many = select_many_tokens(P, E) if form is not None and form.scales_values else None
     views = tuple(_view(name, weights, many is not None) for name in ARGUMENTS[:-1])
     if form is not None and few is not None:
         return _Plan(_few_tokens(x, top_k_index, weights, form, few, absent), views)
@@ -76,7 +77,7 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
         first, second = (many_tokens_launch(P, E, n, k, many, x.dtype, limits) for n, k in ((N, H), (H, intermediate)))
         outs, ends = 2, ["scale", "bias"]
     else:
-        plain = stored_form(weights.format, weights.group_size, weights.gate_up_scale)
+        plain = StoredForm(weights.format, weights.group_size)
         config = select_weight_config(P, E, plain, x.device)
         block_m = config.block_m
         first, second = (
@@ -118,14 +119,16 @@ def _view(name: str, weights: WeightOnlyExperts, in_words: bool) -> torch.dtype 
         return None
     if in_words and (name in ("gate_up", "down") or value.dtype == torch.uint8):
         return torch.uint16
-    return torch.uint8 if value.dtype == FP8.storage else None  # kernels know e4m3 by its bits
+    if value.dtype != FP8.storage:
+        return None
+    return torch.uint8 if name in ("gate_up", "down") else torch.int8  # kernels know e4m3 by its bits
 
 
 def _few_tokens(
     x: Tensor,
     top_k_index: Tensor,
     weights: WeightOnlyExperts,
-    form: HopperForm,
+    form: StoredForm,
     tile: FewTokens,
     absent: set[str],
 ) -> LaunchPlan:

@@ -1,4 +1,4 @@
-"""How a product with a stored weight of 4 or 8 bits is computed: ``Stored``, and the tile shapes of Hopper's kernels.
+"""How a product with a stored weight of 4 or 8 bits is computed: the tile shapes of Hopper's kernels.
 
 ``select_ring``, ``select_few_rows`` and ``select_tiles`` choose by rules that H200s gave (docs/performance.md). Nothing
 is timed, so that the same problem always gets the same kernel.
@@ -11,10 +11,9 @@ from typing import TypeVar
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.memory import COUNTS_BYTES
+from qgemm.kernels.stored_form import BLOCK_BYTES, StoredForm
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-BLOCK_BYTES = 128
-"""Of a row of the weight, that are multiplied at a time."""
 MAX_FEW_ROWS = 16
 MAX_RING_ROWS = 32
 TILE_ROWS = 128  # of the weight
@@ -34,31 +33,6 @@ PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
 # and with several rows of tiles the same weight.
 SECOND_PART = 1.6
 APART, APART_IN_A_ROW = 1.06, 1.14
-
-
-@dataclass(frozen=True)
-class Stored:
-    """How a weight is stored, as far as kernels are compiled for it."""
-
-    name: str
-    """Of the format."""
-    bits: int
-    group: int
-    """Values with one scale; 0 for a row."""
-    has_zeros: bool = False
-    """Whether there are zero points."""
-    paired: bool = False
-    """Whether the scales of a block's halves are 32 bits that are loaded together."""
-
-    @property
-    def scales_values(self) -> bool:
-        """Whether scales are of so few values that these are multiplied by them, not sums of products."""
-        return self.group % BLOCK_BYTES > 0
-
-    @property
-    def block(self) -> int:
-        """Values of a row in ``BLOCK_BYTES``."""
-        return BLOCK_BYTES * 8 // self.bits
 
 
 @dataclass(frozen=True)
@@ -267,7 +241,7 @@ fewer barriers. With 128 rows of x, registers hold no sums of groups besides, an
 a single row of tiles of 128 a second slot for what is stored is faster, in several rows one more for x."""
 
 
-def fits_ring(M: int, K: int, form: Stored) -> bool:
+def fits_ring(M: int, K: int, form: StoredForm) -> bool:
     """Whether a product has tiles for ``_few_rows_ring_kernel``: blocks that end with K, and scales of many values.
 
     One row of 4 bits takes less time by ``_few_rows_kernel``.
@@ -280,12 +254,12 @@ def _columns(M: int) -> int:
     return 1 if M == 1 else next_power_of_2(max(M, 8))
 
 
-def select_ring(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> FewRowsRing:
+def select_ring(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> FewRowsRing:
     """The tiles of a product that ``fits_ring``: those that take the least time by ``_ring_microseconds``."""
     return _best_ring(M, N, K, form, limits)[1]
 
 
-def prefers_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> bool:
+def prefers_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> bool:
     """Whether a product that ``fits_ring`` takes less time by ``Tiles``, as some of more than 16 rows and 4 bits do.
 
     With zero points tiles take longer than the model says.
@@ -296,7 +270,7 @@ def prefers_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) ->
     return _microseconds(tile, M, N, K, form, limits) + TILES_LATER < _best_ring(M, N, K, form, limits)[0]
 
 
-def _best_ring(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> tuple[float, FewRowsRing]:
+def _best_ring(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> tuple[float, FewRowsRing]:
     blocks = K // form.block
     candidates: list[tuple[float, FewRowsRing]] = []
     for one, step in RING[form.bits, _columns(M)]:
@@ -324,13 +298,13 @@ def _ring_microseconds(tile: FewRowsRing, step: float, N: int, blocks: int, bits
     return time
 
 
-def select_few_rows(M: int, N: int, form: Stored, limits: DeviceLimits) -> FewRows:
+def select_few_rows(M: int, N: int, form: StoredForm, limits: DeviceLimits) -> FewRows:
     """The tiles of another product of up to ``MAX_FEW_ROWS`` rows."""
     width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
     return FEW_ROWS[form.bits, _columns(M)][width]
 
 
-def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exact: bool = True) -> Tiles:
+def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, exact: bool = True) -> Tiles:
     """The tiles of a product of ``M`` rows, more than 16: those that take the least time by ``_microseconds``.
 
     ``exact``: whether scales are values of the dtype of x. If not, they take registers, as zero points do.
@@ -348,7 +322,7 @@ def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exa
     return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, limits))
 
 
-def _microseconds(tile: Tiles, M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> float:
+def _microseconds(tile: Tiles, M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> float:
     """About how long a product takes, but for what all take. Tiles that aren't shared come first."""
     blocks = cdiv(K, form.block)
     rounds = float(cdiv(tile.tiles(M, N) - tile.shared, limits.num_sms) * blocks)

@@ -26,14 +26,13 @@ from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.launch.plans import Run, plans, remember
 from qgemm.kernels.launch.tensor_map import TensorMap
 from qgemm.kernels.scaled_weight import ScaledWeight
+from qgemm.kernels.stored_form import BLOCK_BYTES, StoredForm
 from qgemm.kernels.weight_only import kernels
 from qgemm.kernels.weight_only.config import (
-    BLOCK_BYTES,
     MAX_FEW_ROWS,
     TILE_ROWS,
     FewRows,
     FewRowsRing,
-    Stored,
     Tiles,
     fits_ring,
     prefers_tiles,
@@ -41,7 +40,6 @@ from qgemm.kernels.weight_only.config import (
     select_ring,
     select_tiles,
 )
-from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_PLAIN_ROWS = 64  # from more rows on PyTorch's product with a float weight is faster
@@ -238,7 +236,7 @@ def _make_plan(
     if M * N == 0:
         return Plan((M, N), None)
     group = 0 if scale.shape[1] == 1 else group_size
-    form = Stored(format, FORMATS[format].bits, group, has_zeros=zero_point is not None)
+    form = StoredForm(format, group, has_zeros=zero_point is not None)
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         fits_tiles = N % 8 == 0 and all(_fits_tiles(M, form, each) for each in (scale, zero_point) if each is not None)
@@ -268,7 +266,7 @@ def _make_plan(
     return Plan((M, N), made, made=(N, K))
 
 
-def _fits_hopper(form: Stored, x: Tensor, weight: Tensor) -> bool:
+def _fits_hopper(form: StoredForm, x: Tensor, weight: Tensor) -> bool:
     if x.dtype not in (torch.float16, torch.bfloat16):
         return False
     if form.group % VECTOR_BYTES:
@@ -278,14 +276,14 @@ def _fits_hopper(form: Stored, x: Tensor, weight: Tensor) -> bool:
     return all(size % ALIGNMENT == 0 for size in sizes)
 
 
-def _reads_pairs(form: Stored, K: int, scale: Tensor) -> bool:
+def _reads_pairs(form: StoredForm, K: int, scale: Tensor) -> bool:
     """Whether the scales of a block's halves are 32 bits that may be loaded together."""
     if form.bits == 8 or form.group != BLOCK_BYTES or K % form.block:
         return False
     return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0
 
 
-def _fits_tiles(M: int, form: Stored, factors: Tensor) -> bool:
+def _fits_tiles(M: int, form: StoredForm, factors: Tensor) -> bool:
     """Whether ``_tiles_kernel`` is for such scales, or zero points: of small groups it loads 32 bits at a time."""
     if form.group % BLOCK_BYTES == 0:
         return True
@@ -295,7 +293,7 @@ def _fits_tiles(M: int, form: Stored, factors: Tensor) -> bool:
     return all(size % WORD == 0 for size in sizes)
 
 
-def _plain_launch(form: Stored, M: int, N: int, K: int, strides: tuple[int, ...]) -> Launch:
+def _plain_launch(form: StoredForm, M: int, N: int, K: int, strides: tuple[int, ...]) -> Launch:
     rows = max(16, min(64, next_power_of_2(M)))
     tiles = cdiv(M, rows)
     return Launch(
@@ -305,7 +303,7 @@ def _plain_launch(form: Stored, M: int, N: int, K: int, strides: tuple[int, ...]
 
 
 def few_rows_launch(
-    tile: FewRows, form: Stored, M: int, N: int, K: int, strides: tuple[int, ...], limits: DeviceLimits
+    tile: FewRows, form: StoredForm, M: int, N: int, K: int, strides: tuple[int, ...], limits: DeviceLimits
 ) -> Launch:
     """A product of up to ``tile.columns`` rows. ``strides``: of rows of x, the weight, its scales and the residual."""
     from qgemm.kernels.weight_only.few_rows_hopper_kernels import _few_rows_kernel
@@ -318,7 +316,7 @@ def few_rows_launch(
 
 def ring_plan(
     tile: FewRowsRing,
-    form: Stored,
+    form: StoredForm,
     M: int,
     N: int,
     K: int,
@@ -349,7 +347,7 @@ def ring_plan(
 
 def tiles_plan(
     tile: Tiles,
-    form: Stored,
+    form: StoredForm,
     M: int,
     N: int,
     K: int,

@@ -22,7 +22,7 @@ import torch
 import torch.nn.modules.module as _of_all_modules
 from torch import Tensor, nn
 
-from qgemm.nn.blocks.attention import SEQUENCES, FusedAttention
+from qgemm.nn.blocks.attention import FusedAttention
 from qgemm.nn.blocks.binding import fused_of, has_own_forward
 from qgemm.nn.blocks.cross_attention import KEY_VALUE_STATES, STATES, FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
@@ -158,12 +158,10 @@ class FusedLayer:
             if getattr(config, "_attn_implementation", "") == "eager":  # which returns weights unasked
                 return False
         if isinstance(attention, FusedAttention) and attention.packed:
-            if context.get(SEQUENCES) is None or "flash" in str(attention.module.config._attn_implementation):
+            if "flash" in str(attention.module.config._attn_implementation):
                 return False  # which takes all sequences at once
         if isinstance(attention, (FusedAttention, FusedLatentAttention, FusedCrossAttention)):
             cache = context.get(attention.cache_name)
-            if attention.functions is not None and _attributes(attention.module.config).get("_output_attentions"):
-                return False
             return cache is None or not self.crosses or hasattr(cache, "cross_attention_cache")
         return True
 
@@ -293,11 +291,6 @@ def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     out = fused(hidden_states, operands, context)
     values = (out, context.get(POSITION_BIAS), None) if fused.returns_bias else (out, None)
     return values[: fused.returned] if fused.returned else out
-
-
-def _attributes(config: Any) -> Any:
-    """Those of a model's config, past its own ``__getattribute__``, which takes 1 us. Compilers trace no other."""
-    return vars(config) if torch.compiler.is_compiling() else object.__getattribute__(config, "__dict__")
 
 
 def _has_gradients(layer: nn.Module, x: Tensor, context: Mapping[str, Any]) -> bool:
