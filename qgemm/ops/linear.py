@@ -173,7 +173,7 @@ def _declare_layer(
         ctx.save_for_backward(*inputs[weight_at])
 
     def backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> list[Tensor | None]:
-        check_others(list(wanted), "gradients for x and bias only; set requires_grad=False on its scales")
+        check_others(list(wanted), "gradients for x and bias only; set requires_grad=False on its weight and scales")
         weight, *others = ctx.saved_tensors
         grads: list[Tensor | None] = [None] * len(wanted)
         if wanted[0]:

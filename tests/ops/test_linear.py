@@ -144,7 +144,7 @@ def test_a_backward_makes_one_float_weight(scheme: str, device: torch.device, mo
 def test_quant_linear_scales_have_no_gradient(device: torch.device) -> None:
     x, weight = torch.randn(4, 16, device=device), int8(8, 16, device=device)
     scale = torch.rand(8, device=device, requires_grad=True)
-    with pytest.raises(RuntimeError, match="gradients for x and bias only; set requires_grad=False on its scales"):
+    with pytest.raises(RuntimeError, match="gradients for x and bias only; set requires_grad=False on its weight"):
         ops.quant_linear(x, weight, scale, None, None).sum().backward()
 
 
