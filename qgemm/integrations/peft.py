@@ -69,15 +69,22 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
             raise ValueError(f"a quantized layer takes plain LoRA only, no variant such as DoRA: {error}") from error
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Raises ``NotImplementedError``: the sum of weight and adapter would have to be rounded anew."""
-        raise NotImplementedError(
-            "an adapter can't be merged into a quantized weight without rounding the sum again: keep it separate, "
-            "or load it onto the float model, merge it there, and quantize the result"
-        )
+        """As PEFT, once ``model.dequantize()`` has put a float layer below; else raises ``NotImplementedError``.
+
+        The sum of a quantized weight and the adapter would have to be rounded anew.
+        """
+        if isinstance(self.get_base_layer(), LinearLayer):
+            raise NotImplementedError(
+                "an adapter can't be merged into a quantized weight without rounding the sum again: keep it separate, "
+                "or call model.dequantize(), merge it into the float model, and quantize the result"
+            )
+        super().merge(safe_merge, adapter_names)
 
     def unmerge(self) -> None:
-        """Raises ``NotImplementedError``: nothing is ever merged."""
-        raise NotImplementedError("a quantized layer has no merged adapters")
+        """As ``merge``."""
+        if isinstance(self.get_base_layer(), LinearLayer):
+            raise NotImplementedError("a quantized layer has no merged adapters")
+        super().unmerge()
 
 
 class _NoneOnExperts(nn.Module):

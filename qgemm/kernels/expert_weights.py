@@ -15,7 +15,7 @@ from torch import Tensor
 from qgemm.kernels.activations import GatedActivation
 from qgemm.numerics.blocks import dequantize_blocks
 from qgemm.numerics.formats import FORMATS, Format
-from qgemm.numerics.groups import dequantize
+from qgemm.numerics.groups import dequantize, dequantize_rows
 
 
 class ExpertWeights(NamedTuple):
@@ -49,15 +49,9 @@ class ExpertWeights(NamedTuple):
 
     def float_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Both weights of one expert in float."""
-        if self.has_blocks:
-            first, second = (
-                dequantize_blocks(weight, scale, torch.float32)
-                for weight, scale in ((self.gate_up, self.gate_up_scale), (self.down, self.down_scale))
-            )
-        else:
-            first = self.gate_up.float() * self.gate_up_scale[:, None]
-            second = self.down.float() * self.down_scale[:, None]
-        return first.to(dtype), second.to(dtype)
+        restore = dequantize_blocks if self.has_blocks else dequantize_rows
+        first = restore(self.gate_up, self.gate_up_scale, dtype)
+        return first, restore(self.down, self.down_scale, dtype)
 
 
 class WeightOnlyExperts(NamedTuple):

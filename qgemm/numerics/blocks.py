@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qgemm.numerics.formats import FP8
+from qgemm.numerics.groups import dequantize
 from qgemm.numerics.integers import cdiv
 
 BLOCK = 128
@@ -46,5 +47,6 @@ def round_blocks(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantize_blocks(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``weight * scale`` of each block, ``[N, K]`` in ``dtype``."""
-    return weight.to(dtype) * spread_blocks(scale.to(dtype), *weight.shape)
+    """``weight * scale`` of each block, ``[N, K]`` in ``dtype``, as ``groups.dequantize``."""
+    N, K = weight.shape
+    return dequantize(weight, scale.repeat_interleave(BLOCK, dim=0)[:N], None, None, FP8, BLOCK, K, dtype)

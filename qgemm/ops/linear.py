@@ -31,6 +31,7 @@ from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch as weight_only
 from qgemm.numerics.blocks import dequantize_blocks
+from qgemm.numerics.groups import dequantize_rows
 from qgemm.ops.declare import operator
 from qgemm.ops.direct import seen_by_others
 
@@ -172,10 +173,11 @@ def _declare_layer(
         ctx.save_for_backward(*inputs[weight_at])
 
     def backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> list[Tensor | None]:
-        check_others(list(wanted), "gradients for x and bias only; set requires_grad=False on its scales")
+        check_others(list(wanted), "gradients for x and bias only; set requires_grad=False on its weight and scales")
         weight, *others = ctx.saved_tensors
         grads: list[Tensor | None] = [None] * len(wanted)
         if wanted[0]:
+            # The weight is scaled, not the gradient: that would underflow in float16.
             grads[0] = grad @ float_weight(ctx.x_dtype, weight, *others, *ctx.sizes)
         if wanted[bias_at]:
             grads[bias_at] = grad.float().sum_to_size(weight.shape[0]).to(ctx.bias_dtype)
@@ -210,11 +212,6 @@ def _declare_layer(
     )
 
 
-def _dequantize_rows(dtype: torch.dtype, weight: Tensor, scale: Tensor) -> Tensor:
-    # The weight is scaled, not the gradient: that would underflow in float16.
-    return (weight.float() * scale.reshape(-1, 1)).to(dtype)
-
-
 def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function(x, weight, residual)`` for the operator's arguments: the fields of ``weight`` one by one."""
 
@@ -230,7 +227,7 @@ _declare_layer(
     "Tensor? residual=None) -> Tensor",
     dispatch.quant_linear,
     checks.check_quant_linear,
-    _dequantize_rows,
+    lambda dtype, weight, scale: dequantize_rows(weight, scale, dtype),
     bias_at=3,
     residual_at=5,
 )
@@ -239,14 +236,14 @@ _declare_layer(
     "Tensor zero_point) -> Tensor",
     asymmetric.quant_linear_asymmetric,
     asymmetric.check_quant_linear_asymmetric,
-    _dequantize_rows,
+    lambda dtype, weight, scale: dequantize_rows(weight, scale, dtype),
     bias_at=3,
 )
 _declare_layer(
     "block_scaled_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual=None) -> Tensor",
     dispatch.block_scaled_linear,
     checks.check_block_scaled_linear,
-    lambda dtype, weight, scale: dequantize_blocks(weight, scale, torch.float32).to(dtype),
+    lambda dtype, weight, scale: dequantize_blocks(weight, scale, dtype),
     bias_at=3,
     residual_at=4,
 )

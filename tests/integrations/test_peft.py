@@ -20,6 +20,7 @@ import qgemm
 from integrations.folders import IDS, in_two, load_int8, second_of_two
 from qgemm import QuantLinear
 from qgemm.integrations.peft import LoraQuantLinear
+from qgemm.nn import LinearLayer
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -258,6 +259,20 @@ def test_merging_is_refused(merge: Callable[[Any], object]) -> None:
     with pytest.raises(NotImplementedError, match=r"merged"):
         merge(model)
     assert torch.equal(logits(model), before)
+
+
+def test_an_adapter_is_merged_into_the_dequantized_model() -> None:
+    base = qgemm.quantize_model(FAMILIES["llama"]().model, "nf4", fuse=True)
+    model: Any = fill(get_peft_model(base, lora()))
+    before = logits(model)
+    model.dequantize()
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    merged = model.merge_and_unload(safe_merge=True)
+    assert not any(isinstance(module, LinearLayer | LoraQuantLinear) for module in merged.modules())
+    torch.testing.assert_close(logits(merged), before, rtol=1e-4, atol=1e-4)
 
 
 def test_a_layer_under_an_adapter_stays_in_float() -> None:

@@ -4,14 +4,17 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from families.schemes import quantized_layer
 from torch import Tensor, nn
 from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.test_declare import DTYPES, int8, operands, operators_in
+from qgemm.numerics import groups
 from qgemm.numerics.formats import INT4
 from qgemm.numerics.groups import dequantize
 
@@ -108,10 +111,40 @@ def test_the_gradient_of_a_float32_bias_is_summed_in_float32(scheme: str, device
     torch.testing.assert_close(layer.bias.grad.double(), grad.double().sum(0), rtol=1e-6, atol=0)
 
 
+class Storages(TorchDispatchMode):
+    """Keeps the storage of every tensor that is made, by its address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.made.setdefault(out.untyped_storage().data_ptr(), out)
+        return out
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8-block", "nf4"])
+def test_a_backward_makes_one_float_weight(scheme: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_PIECE", 4 * 256)  # temporaries of four rows
+    layer = quantized_layer(nn.Linear(256, 192, device=device, dtype=torch.bfloat16), scheme)
+    x = torch.randn(3, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    out = layer(x)
+    with Storages() as storages:
+        out.backward(torch.ones_like(out))
+    own = {parameter.data_ptr() for parameter in layer.parameters()}
+    # Scales are repeated, too, for each row or value.
+    large = [t for at, t in storages.made.items() if at not in own and t.untyped_storage().nbytes() > 256 * 192 // 4]
+    assert [(t.dtype, t.untyped_storage().nbytes()) for t in large] == [(torch.bfloat16, 2 * 256 * 192)]
+    wanted = torch.ones(3, 192, device=device).double() @ layer.dequantize(torch.float64).weight
+    torch.testing.assert_close(x.grad.double(), wanted, rtol=0.02, atol=0.02)
+
+
 def test_quant_linear_scales_have_no_gradient(device: torch.device) -> None:
     x, weight = torch.randn(4, 16, device=device), int8(8, 16, device=device)
     scale = torch.rand(8, device=device, requires_grad=True)
-    with pytest.raises(RuntimeError, match="gradients for x and bias only; set requires_grad=False on its scales"):
+    with pytest.raises(RuntimeError, match="gradients for x and bias only; set requires_grad=False on its weight"):
         ops.quant_linear(x, weight, scale, None, None).sum().backward()
 
 
