@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,15 +49,28 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+_counting = threading.Lock()
+_blocks: list[tuple[int, int]] = []
+"""Of ``one_thread``, that are being run: who runs each, and how many threads there were before."""
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch's operators on the CPU have one thread meanwhile."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """PyTorch's operators on the CPU have one thread meanwhile, if this thread calls them."""
+    caller = threading.get_ident()
+    with _counting:
+        before = torch.get_num_threads()
+        # Who starts while another is inside begins with one, and would leave that to all who start afterwards.
+        if all(thread != caller for thread, _ in _blocks):
+            before = max([before, *(count for _, count in _blocks)])
+        _blocks.append((caller, before))
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _counting:
+            _blocks.remove((caller, before))
+            torch.set_num_threads(before)
 
 
 @contextmanager
@@ -77,7 +91,7 @@ def useful_threads(device: torch.device) -> Iterator[None]:
 
 def _several_are_faster() -> bool:
     """Whether several threads now gain on one, in operators of some 100,000 values."""
-    values = torch.ones(2**17)
+    values = torch.ones(2**17, dtype=torch.float32, device="cpu")
     with one_thread():
         values.neg_()
         start = time.perf_counter()

@@ -1,6 +1,8 @@
 """Which devices can be named, with and without a GPU, and how much memory is free there."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,25 @@ def test_one_thread() -> None:
         with one_thread():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_thread_that_starts_while_another_is_inside() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ThreadPoolExecutor(1) as other, ThreadPoolExecutor(1) as third:
+            inside = ExitStack()
+            with one_thread():
+                other.submit(inside.enter_context, one_thread()).result()
+                with one_thread():
+                    pass
+                assert torch.get_num_threads() == 1
+            assert other.submit(torch.get_num_threads).result() == 1
+            other.submit(inside.close).result()
+            assert other.submit(torch.get_num_threads).result() == 2
+            assert third.submit(torch.get_num_threads).result() == 2
     finally:
         torch.set_num_threads(before)
 

@@ -81,7 +81,9 @@ def awq_scales(
     candidates = [tie(magnitude**ratio) for ratio in RATIOS]
     places = list(range(len(RATIOS)))
     if any(len(weight) > _ROWS for weight in weights):
-        sample = [weight[torch.arange(min(_ROWS, len(weight))) * len(weight) // _ROWS] for weight in weights]
+        sample = [
+            weight[torch.arange(min(_ROWS, len(weight)), device="cpu") * len(weight) // _ROWS] for weight in weights
+        ]
         losses = _losses(sample, second_moment, schemes, candidates)
         ranked = sorted(places, key=losses.__getitem__)
         places = sorted({0, *ranked[:_FINALISTS]})

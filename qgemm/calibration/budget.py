@@ -138,16 +138,16 @@ class _Pairs:
     """Bytes and damage of some choices for the first layers, by bytes; each next one has less damage."""
 
     def __init__(self, other_bytes: int) -> None:
-        self._bytes = torch.tensor([other_bytes])
-        self._damage = torch.zeros(1, dtype=torch.float64)
+        self._bytes = torch.tensor([other_bytes], device="cpu")
+        self._damage = torch.zeros(1, dtype=torch.float64, device="cpu")
         # For each layer: of every pair, the pair that it came from, and the layer's option.
         self._steps: list[tuple[Tensor, Tensor]] = []
 
     def extend(self, bytes: list[int], damages: list[float]) -> None:
         """Adds a layer with these options."""
         count = len(bytes)
-        total = (self._bytes[:, None] + torch.tensor(bytes)).flatten()
-        damage = (self._damage[:, None] + torch.tensor(damages, dtype=torch.float64)).flatten()
+        total = (self._bytes[:, None] + torch.tensor(bytes, device="cpu")).flatten()
+        damage = (self._damage[:, None] + torch.tensor(damages, dtype=torch.float64, device="cpu")).flatten()
         order = torch.argsort(damage, stable=True)
         order = order[torch.argsort(total[order], stable=True)]
         total, damage = total[order], damage[order]
@@ -158,7 +158,7 @@ class _Pairs:
             width = (total[-1] - total[0]) / _MOST_PAIRS
             place = ((total - total[0]) / width).floor()
             # The last of each range has the least damage; the very first pair must stay, or nothing might fit.
-            kept = torch.cat((place[1:] != place[:-1], torch.ones(1, dtype=torch.bool)))
+            kept = torch.cat((place[1:] != place[:-1], torch.ones(1, dtype=torch.bool, device="cpu")))
             kept[0] = True
             total, damage, order = total[kept], damage[kept], order[kept]
         self._bytes, self._damage = total, damage

@@ -57,7 +57,9 @@ def counted_experts(model: nn.Module, names: Iterable[str], batch: Batch) -> Ite
     """
     modules = {name: model.get_submodule(name) for name in names}
     sources = {name: describe_experts(module) for name, module in modules.items()}
-    tokens = {name: torch.zeros(source.num_experts, dtype=torch.int64) for name, source in sources.items()}
+    tokens = {
+        name: torch.zeros(source.num_experts, dtype=torch.int64, device="cpu") for name, source in sources.items()
+    }
 
     def count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen, index = tokens[name], routed_rows(sources[name], name, batch, args, kwargs)[1].flatten()
@@ -113,7 +115,7 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
         enough = True
         if routed is not None:
             own = [rows[(index == expert).any(-1)] for rows, index in routed]
-            x = torch.cat(own).float() if own else torch.empty(0)
+            x = torch.cat(own).float() if own else torch.empty(0, dtype=torch.float32, device="cpu")
             counts.append(len(x))
             enough = len(x) >= MIN_TOKENS
             if enough:

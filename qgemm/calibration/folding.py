@@ -207,7 +207,7 @@ def find_folds(block: Block) -> tuple[list[Fold], dict[str, str]]:
 def _is_verified(fold: Fold, block: Block, check: OutputCheck) -> bool:
     modules = [block.model.get_submodule(name) for name in (fold.source, *fold.layers)]
     K = input_weights(modules[1])[0].shape[-1]
-    scales = fold.tie(2.0 ** torch.randint(0, 3, (K,), generator=torch.Generator().manual_seed(0)))
+    scales = fold.tie(2.0 ** torch.randint(0, 3, (K,), generator=torch.Generator().manual_seed(0), device="cpu"))
     source = replace(fold, layers=())
 
     def keeps(check: OutputCheck) -> bool:
@@ -220,7 +220,7 @@ def _is_verified(fold: Fold, block: Block, check: OutputCheck) -> bool:
         return True
     for factor in _LARGER:
         with as_they_were(modules):
-            source.apply(block, torch.full((K,), 1 / factor))
+            source.apply(block, torch.full((K,), 1 / factor, dtype=torch.float32, device="cpu"))
             larger = OutputCheck(block)
             if larger.is_finite:
                 return keeps(larger)
@@ -411,7 +411,7 @@ def _arrangements(N: int, K: int, head_dim: int) -> Iterator[Tensor | None]:
     if N == K:
         yield None
         return
-    column = torch.arange(K)
+    column = torch.arange(K, device="cpu")
     if N == 2 * K:  # gates, then ups
         yield column + K
     if K % head_dim:

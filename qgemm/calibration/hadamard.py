@@ -94,7 +94,7 @@ def rotate_values(block: Block, fold: Fold) -> bool:
     K = columns[0].shape[-1]
     if fold.is_norm(block) or width == 1 or K % width:
         return False
-    channels = torch.arange(K) if fold.channels is None else fold.channels
+    channels = torch.arange(K, device="cpu") if fold.channels is None else fold.channels
     groups = torch.unique(channels.view(-1, width), dim=0)
 
     def rotate() -> None:

@@ -28,7 +28,7 @@ _PIECE = 1 << 22
 class Histogram:
     """``counts [BINS]``: int64, on the CPU. ``amax``: the largest magnitude so far."""
 
-    counts: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
+    counts: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64, device="cpu"))
     amax: float = 0.0
 
     @classmethod

@@ -199,7 +199,9 @@ class MovingAverage(Observer):
 class HistogramObserver(Observer):
     """An observer that keeps a histogram of magnitudes. ``counts [BINS]``: of all rows, int64."""
 
-    counts: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64), kw_only=True, repr=False)
+    counts: Tensor = field(
+        default_factory=lambda: torch.zeros(BINS, dtype=torch.int64, device="cpu"), kw_only=True, repr=False
+    )
 
     @property
     def histogram(self) -> Histogram:
@@ -242,7 +244,7 @@ class MeanSquaredError(HistogramObserver):
     def _clip(self, form: Format) -> float:
         if not self.amax or form.storage.is_floating_point:
             return self.amax
-        clips = self.amax * 2.0 ** (-torch.arange(257, dtype=torch.float64) / 32)
+        clips = self.amax * 2.0 ** (-torch.arange(257, dtype=torch.float64, device="cpu") / 32)
         errors = squared_error(self.histogram, clips)
         return float(clips[errors.argmin()])
 
@@ -255,7 +257,7 @@ def squared_error(histogram: Histogram, clips: Tensor) -> Tensor:
     lies beyond the last one. The difference between a bin's edges is its mean error.
     """
     used = int(histogram.amax / histogram.bin_width) + 1
-    edges = torch.arange(min(used, BINS) + 1, dtype=torch.float64)
+    edges = torch.arange(min(used, BINS) + 1, dtype=torch.float64, device="cpu")
     steps = clips[:, None] / INT8.steps / histogram.bin_width
     whole = (edges / steps).round().clamp(max=INT8.high)
     integral = whole * steps**3 / 12 + (edges - whole * steps) ** 3 / 3

@@ -65,8 +65,8 @@ def rotate_residual(model: Any, seed: int = 0) -> str:
         return reason
     K = embedding.weight.shape[1]
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(embedding.num_embeddings, _TOKENS, generator=generator)
-    signs = torch.randint(2, (K,), generator=generator) * 2.0 - 1
+    ids = torch.randint(embedding.num_embeddings, _TOKENS, generator=generator, device="cpu")
+    signs = torch.randint(2, (K,), generator=generator, device="cpu") * 2.0 - 1
 
     call = Call((), {"input_ids": ids.to(embedding.weight.device), "use_cache": False})
     block = Block("", model, model, {}, [call])

@@ -92,7 +92,7 @@ class Calibration:
             raise FileExistsError(f"{path} already exists; pass overwrite=True to replace it")
         make_folder(path.parent)
         tensors = {
-            f"{name}.{key}": torch.as_tensor(getattr(observer, key), dtype=_STORED[key][0])
+            f"{name}.{key}": torch.as_tensor(getattr(observer, key), dtype=_STORED[key][0], device="cpu")
             for name, observer in self.statistics.items()
             for key in _kept_by(observer)
         }

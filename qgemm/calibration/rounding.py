@@ -258,7 +258,7 @@ class _RankedSearch(_Search):
         self._moment = moment
         # Its largest directions, by two steps of subspace iteration from the same start every time.
         generator = torch.Generator().manual_seed(0)
-        start = torch.randn(len(moment), _DIRECTIONS + 8, generator=generator)
+        start = torch.randn(len(moment), _DIRECTIONS + 8, generator=generator, dtype=torch.float32, device="cpu")
         basis = torch.linalg.qr(moment @ start.to(moment))[0]
         basis = torch.linalg.qr(moment @ basis)[0]
         values, vectors = torch.linalg.eigh(basis.T @ moment @ basis)

@@ -127,7 +127,7 @@ class _Trial:
     def __init__(self, layer: Layer, scheme: QuantScheme, seen: Observer | None) -> None:
         self.layer, self.scheme = layer, scheme
         # A layer that wasn't seen isn't called either: any scale will do.
-        seen = seen or MinMax().update(torch.zeros(1, 1))
+        seen = seen or MinMax().update(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
         self._input_scale = seen.input_scale(scheme) if scheme.is_static else None
         self.damage = 0.0
         self._bytes = 0
@@ -241,7 +241,7 @@ class _Outputs:
         self.metric = ""
         self.tokens = 0
         self._squares = 0.0
-        self._expected = torch.empty(0)
+        self._expected = torch.empty(0, dtype=torch.float32, device="cpu")
         self._masks = Masks()
 
     def expect(self, output: Any, masks: Masks, index: int) -> None:

@@ -145,7 +145,7 @@ def _check(stored: Mapping[str, StoredTensor], name: str, dtype: torch.dtype, co
 
 
 def _decode(state: _State, weight: Tensor, absmax: Tensor, quant_map: Tensor, *nested: Tensor) -> tuple[Tensor, Tensor]:
-    if quant_map.tolist() != torch.tensor(NF4.table).tolist():
+    if quant_map.tolist() != torch.tensor(NF4.table, dtype=torch.float32, device="cpu").tolist():
         raise ValueError("its quant_map isn't that of nf4")
     octets = weight.reshape(-1).view(torch.uint8).view(state.N, state.K // 2)  # rows are whole groups of 16 or more
     values = by_rows(lambda some: store_values(unpack_nibbles(some, high_first=True), NF4), octets, state.K)

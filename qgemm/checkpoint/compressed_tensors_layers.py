@@ -104,7 +104,7 @@ def problem_with(layer: Layer, group: Group) -> str:
         return problem
     if layer.g_idx is not None:
         size = group.weights.group_size or max(K, 1)
-        if not torch.equal(layer.g_idx.sort().values, torch.arange(K) // size):
+        if not torch.equal(layer.g_idx.sort().values, torch.arange(K, device="cpu") // size):
             return f"{layer.name}.weight_g_idx doesn't put {size} of {K} columns into each of the groups"
     if not group.weights.symmetric:
         groups = _groups_of(layer)

@@ -184,7 +184,7 @@ def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dic
         codes = unpack_codes(weight, K) if bits == 4 else weight.view(torch.uint8)
         middle = 1 << (bits - 1)
         made["weight_packed"] = pack_words(codes ^ middle, bits)
-        made["weight_shape"] = torch.tensor([N, K])
+        made["weight_shape"] = torch.tensor([N, K], device="cpu")
         if zero_point is not None:
             fields = (zero_point.detach().to(torch.int16) + middle).to(torch.uint8)
             made["weight_zero_point"] = pack_words(fields.t().contiguous(), bits).t().contiguous()

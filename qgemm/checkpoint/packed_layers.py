@@ -221,7 +221,7 @@ def _with_facts(
 def _is_ordered(layer: PackedLayer, g_idx: Tensor, tensor: StoredTensor) -> bool:
     """Whether groups aren't of neighboring columns. Raises ``CheckpointError`` for groups that have no such sizes."""
     size = layer.group_size or max(layer.K, 1)
-    plain = torch.arange(layer.K) // size
+    plain = torch.arange(layer.K, device="cpu") // size
     if torch.equal(g_idx.long(), plain):
         return False
     if not torch.equal(g_idx.long().sort().values, plain):

@@ -27,6 +27,8 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.nn import QuantLayer
 
+# Hooks of all modules and the default dtype are the process's: what one thread takes away another one may be using.
+_building = threading.RLock()
 _FLOAT_DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
 
 
@@ -295,8 +297,9 @@ class BuildLimits:
 def parameters_on_meta(limits: BuildLimits | None = None) -> Iterator[None]:
     """Modules built inside, by this thread, have their parameters on meta: shapes without memory.
 
-    Buffers are computed as ever, since masks and positions are in no checkpoint. Should one end on meta all the same,
-    ``match`` finds it if the checkpoint doesn't hold it. ``limits`` are kept, if there are any.
+    Buffers are computed, on the CPU, since masks and positions are in no checkpoint. Should one end on meta all the
+    same, ``match`` finds it if the checkpoint doesn't hold it. ``limits`` are kept, if there are any. Other threads
+    wait.
     """
     thread = threading.get_ident()
 
@@ -310,12 +313,13 @@ def parameters_on_meta(limits: BuildLimits | None = None) -> Iterator[None]:
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
     # PyTorch types the hook as returning None; a parameter that it returns is what gets registered.
-    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        with _WeightsOnMeta(limits):
-            yield
-    finally:
-        hook.remove()
+    with _building:
+        hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+        try:
+            with torch.device("cpu"), _WeightsOnMeta(limits):
+                yield
+        finally:
+            hook.remove()
 
 
 class _WeightsOnMeta(TorchFunctionMode):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qgemm.device import one_thread
+from qgemm.fusion.draws import normal, uniform
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.rotary.reference import ANGLES
@@ -43,7 +44,7 @@ def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
     weight: Tensor | None = module._parameters.get("weight")
     eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
     if weight is None and columns and not isinstance(module, nn.LayerNorm):
-        weight = torch.ones(columns)
+        weight = torch.ones(columns, dtype=torch.float32, device="cpu")
     if (
         weight is None
         or weight.dim() != 1
@@ -55,9 +56,9 @@ def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
     own = copy.deepcopy(module).to_empty(device="cpu").to(torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     for parameter in own.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        parameter.copy_(normal(parameter.shape, generator))
     # As small as to show eps.
-    x = torch.randn((_ROWS, weight.shape[0]), generator=generator).mul_(max(eps, 1e-12) ** 0.5).to(torch.bfloat16)
+    x = normal((_ROWS, weight.shape[0]), generator).mul_(max(eps, 1e-12) ** 0.5).to(torch.bfloat16)
     vectors = (own._parameters.get("weight", weight.to(torch.bfloat16)), own._parameters.get("bias"))
 
     def unlike(norm: Norm) -> float:
@@ -77,7 +78,7 @@ def find_scale(module: nn.Module) -> str:
         return ""
     own = copy.deepcopy(module).to_empty(device="cpu").to(torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((1 + _ROWS, scale.shape[0]), generator=generator).to(torch.bfloat16)
+    x = normal((1 + _ROWS, scale.shape[0]), generator).to(torch.bfloat16)
     own.get_parameter(name).copy_(x[0])
     return "" if _fraction_unlike(own, lambda rows: rows * x[0], x[1:]) else name
 
@@ -89,7 +90,7 @@ def passes_on(module: nn.Module) -> bool:
         return True
     if module._parameters or module._modules or module._buffers:
         return False
-    own, x = copy.copy(module), torch.linspace(-_LARGE, _LARGE, 24).view(2, 3, 4)
+    own, x = copy.copy(module), torch.linspace(-_LARGE, _LARGE, 24, dtype=torch.float32, device="cpu").view(2, 3, 4)
     own.training, given = False, x.clone()
     try:
         return type(own).forward(own, x) is x and torch.equal(x, given)
@@ -103,7 +104,7 @@ def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
     """The name of ``activation`` in ``ACTIVATIONS``; empty if it is none of them, or has values of its own."""
     if isinstance(activation, nn.Module) and [*activation.parameters(), *activation.buffers()]:
         return ""
-    x = torch.randn(_VALUES, generator=torch.Generator().manual_seed(0)).mul_(2)
+    x = normal((_VALUES,), torch.Generator().manual_seed(0)).mul_(2)
     x[_VALUES // 2 :] *= _LARGE
     x = x.to(torch.bfloat16)
     return next((name for name, act in ACTIVATIONS.items() if _fraction_unlike(activation, act, x) <= _MAX_UNLIKE), "")
@@ -171,8 +172,8 @@ def find_scaled_router(router: Any) -> ScaledRouter | None:
     for dtype in (torch.bfloat16, torch.float32):
         own.to(dtype)
         for parameter in own.parameters():
-            parameter.copy_(torch.rand(parameter.shape, generator=generator))
-        x = torch.randn((_ROWS, router.proj.in_features), generator=generator).to(dtype)
+            parameter.copy_(uniform(parameter.shape, generator))
+        x = normal((_ROWS, router.proj.in_features), generator).to(dtype)
         _, *wanted = own(x)
         if not all(torch.allclose(a.float(), b.float(), 1e-5) for a, b in zip(found(x), wanted, strict=True)):
             return None
@@ -224,19 +225,19 @@ def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
     if bias is not None:
         holder, name = bias
         # Below zero: some models leave out experts by a score of 0.
-        values = torch.rand(getattr(holder, name).shape, generator=generator) - 2
+        values = uniform(getattr(holder, name).shape, generator) - 2
     own = copy.deepcopy(router.module).to_empty(device="cpu").to(dtype).eval()
     linear = own.get_submodule(router.linear)
     columns = linear.get_parameter("weight").shape[-1]
     for parameter in own.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) / columns**0.5)
+        parameter.copy_(normal(parameter.shape, generator) / columns**0.5)
     told = []
     if bias is not None:
         for each in own.modules():
             if isinstance(getattr(each, bias[1], None), Tensor):
                 getattr(each, bias[1]).copy_(values)
         told = [values.to(dtype)] if router.told else []
-    x = torch.randn((_ROWS, columns), generator=generator)
+    x = normal((_ROWS, columns), generator)
     x[_ROWS // 2 :] *= _LARGE
     x = x.to(dtype)
     try:
@@ -272,7 +273,7 @@ def find_rotation(
             continue
         D = R if columns is not None else R + R // 2
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn((1, cos.shape[1], 3 * D), generator=generator).to(torch.bfloat16)
+        x = normal((1, cos.shape[1], 3 * D), generator).to(torch.bfloat16)
         for size in (D, R):  # a function that turns a part of a head, or all of it
             q, k, _ = (each.unflatten(-1, (1, -1)).transpose(1, 2) for each in x[..., : 3 * size].chunk(3, dim=-1))
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qgemm.fusion.draws import normal, uniform
 from qgemm.fusion.siblings import SiblingWatch
 from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.attention import CACHES, SEQUENCES, FusedAttention
@@ -117,7 +118,7 @@ def random_values(layer: nn.Module) -> Iterator[bool]:
         ]
     try:
         for own, name, value in kept:
-            random = (0.25 + 0.5 * torch.rand(value.shape, generator=generator)).to(value)
+            random = (0.25 + 0.5 * uniform(value.shape, generator)).to(value)
             others = random if not value.any() else value.detach() * (1 + random)
             own[name] = nn.Parameter(others, requires_grad=False) if isinstance(value, nn.Parameter) else others
         yield bool(kept)
@@ -172,13 +173,13 @@ def error_of_attention(
     if None in operands:
         return float("inf")
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(call.x.shape, generator=generator).to(call.x)
+    x = normal(call.x.shape, generator).to(call.x)
     context = {**defaults, **call.others}
     names = _names_there(fused)
     context |= _other_scores(fused, x, context, generator)
     if context.get(SEQUENCES) is not None:  # of which the call may have one
         length = x.shape[-2]
-        context[SEQUENCES] = torch.tensor([0, length // 3, length]).to(context[SEQUENCES])
+        context[SEQUENCES] = torch.tensor([0, length // 3, length], device="cpu").to(context[SEQUENCES])
     try:
         if isinstance(fused, FusedAttention) and fused.norms is None:
             x = x * (_SPREAD / operands[0].product(x, x.dtype).float().std()).to(x.dtype)  # type: ignore[union-attr]
@@ -211,7 +212,7 @@ def _other_scores(
     shapes = {name: each.shape for name, each in given if isinstance(each, Tensor) and each.dtype in _FLOATS}
     if fused.functions is None:  # code of its own, which may do anything with a mask
         shapes.setdefault("attention_mask", torch.Size((x.shape[0], 1, 1, x.shape[1])))
-    return {name: torch.randn(shape, generator=generator).to(x) for name, shape in shapes.items()}
+    return {name: normal(shape, generator).to(x) for name, shape in shapes.items()}
 
 
 @contextmanager
@@ -226,7 +227,7 @@ def _other_table(
         yield
         return
     try:
-        parameters["weight"] = nn.Parameter(torch.randn(own.shape, generator=generator).to(own))
+        parameters["weight"] = nn.Parameter(normal(own.shape, generator).to(own))
         yield
     finally:
         parameters["weight"] = own
@@ -235,7 +236,7 @@ def _other_table(
 @torch.no_grad()
 def computes_mixture(fused: FusedMixture, call: Call) -> bool:
     """Whether ``fused`` computes what its module does, for random inputs."""
-    x = torch.randn(call.x.shape, generator=torch.Generator().manual_seed(0)).to(call.x)
+    x = normal(call.x.shape, torch.Generator().manual_seed(0)).to(call.x)
     try:
         expected = CalledBranch(fused.module, False)(x, (), None, x.dtype, {})
         out = fused(x, (), None, x.dtype, {})

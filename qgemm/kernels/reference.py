@@ -92,7 +92,7 @@ def int4_int8_linear_reference(x: Tensor, weight: ScaledWeight) -> Tensor:
     if weight.zero_point is not None:
         values -= spread(weight.zero_point, size, K)
     q, values = q.reshape(-1, K), values.to(torch.int8)
-    total = torch.zeros(len(q), len(values), device=x.device)
+    total = torch.zeros(len(q), len(values), device=x.device, dtype=torch.float32)
     for g, scale in enumerate(weight.scale.float().t()):
         part = slice(g * size, (g + 1) * size)
         total += int_mm_reference(q[:, part], values[:, part].t()).float() * scale

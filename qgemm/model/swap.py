@@ -145,7 +145,7 @@ class WeightError:
 
     def __init__(self, squares: tuple[float, float] = (0.0, 0.0)) -> None:
         """``squares``: of one that had taken in some of the rows."""
-        self._squares = torch.tensor(squares, dtype=torch.float64)
+        self._squares = torch.tensor(squares, dtype=torch.float64, device="cpu")
 
     @staticmethod
     def rows_at_a_time(shape: Sequence[int], in_step: int = 1) -> int:

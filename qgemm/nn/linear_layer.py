@@ -369,7 +369,9 @@ def parse_input_scale(
         if number.numel() != 1:
             raise ValueError(f"{name} has shape {list(number.shape)}; it must be a single number")
         numbers.append(number.reshape(()))
-    scale, zero_point = numbers if scheme.has_zero_point else (*numbers, torch.zeros(()))
+    scale, zero_point = (
+        numbers if scheme.has_zero_point else (*numbers, torch.zeros((), dtype=torch.float32, device="cpu"))
+    )
     if scale.device.type != "meta" and not (scale > 0 and scale.isfinite()):
         raise ValueError(f"{name} is {scale.item()}; it must be finite and greater than 0")
     if zero_point.device.type != "meta" and not is_zero_point(zero_point.item()):

@@ -170,7 +170,9 @@ class WeightOnlyLinear(LinearLayer):
             return "" if bool(is_finite.all()) else "holds NaN or Inf"
         if name == "weight_global_scale":
             return "" if bool((value.isfinite() & (value != 0)).all()) else "is not finite, or 0"
-        if name == "input_order" and not torch.equal(value.sort().values, torch.arange(len(value)).to(value)):
+        if name == "input_order" and not torch.equal(
+            value.sort().values, torch.arange(len(value), device="cpu").to(value)
+        ):
             return f"isn't an order of {self.in_features} columns: each must be there once"
         if name == "weight_zero_point":
             return _beyond(value, self.form)

@@ -130,15 +130,15 @@ class Format:
         first = {value: code for code, value in reversed(list(enumerate(self.table)))}
         if self.nearest is not None:
             halves = [self.low + place / 2 for place in range(int(2 * (self.high - self.low)) + 1)]
-            return torch.tensor([first.get(value, 0) for value in halves], dtype=torch.uint8), []
+            return torch.tensor([first.get(value, 0) for value in halves], dtype=torch.uint8, device="cpu"), []
         codes = [first[value] for value in sorted(first)]
-        values = torch.tensor(sorted(first), dtype=torch.float64)
+        values = torch.tensor(sorted(first), dtype=torch.float64, device="cpu")
         middles = (values[1:] + values[:-1]) / 2
         bounds = middles.float()
         # A half goes to the even code: up, then, if the lower one's is odd.
-        is_above = (bounds > middles) | ((bounds == middles) & (torch.tensor(codes)[:-1] % 2 == 1))
+        is_above = (bounds > middles) | ((bounds == middles) & (torch.tensor(codes, device="cpu")[:-1] % 2 == 1))
         bounds = bounds.where(~is_above, torch.nextafter(bounds, torch.full_like(bounds, -torch.inf)))
-        return torch.tensor(codes, dtype=torch.uint8), bounds.tolist()
+        return torch.tensor(codes, dtype=torch.uint8, device="cpu"), bounds.tolist()
 
 
 def _nearest_e2m1(values: Tensor) -> Tensor:

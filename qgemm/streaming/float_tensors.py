@@ -120,7 +120,7 @@ def parse_float(values: dict[str, Any], source: Source, made: Callable[[dict[str
         return ordered_experts(inner, values["name"], layout)
     dtype = getattr(torch, values["dtype"].removeprefix("torch."))
     if "values" in values:
-        stored = torch.tensor(list(base64.b64decode(values["values"])), dtype=torch.uint8)
+        stored = torch.tensor(list(base64.b64decode(values["values"])), dtype=torch.uint8, device="cpu")
         return built_float(stored.view(dtype).reshape(values["shape"]))
     if "experts" in values:
         return merged_experts(source, values["experts"], values["dim"], dtype)

@@ -159,7 +159,8 @@ def _add_built(model: Any, tensors: dict[str, FloatTensor], source: Source) -> N
         set_tensor(model, name, value)
     for module in model.modules():
         module._is_hf_initialized = False
-    model.initialize_weights()
+    with torch.device("cpu"):
+        model.initialize_weights()
     tensors.update((name, built_float(get_tensor(model, name).detach())) for name in built)
 
 

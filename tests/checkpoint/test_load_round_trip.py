@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -440,3 +442,22 @@ def test_fused_experts_take_memory_once(start: Callable[..., torch.Tensor], tmp_
         Experts()
     assert (3, 8, 4) not in made.shapes
     assert torch.equal(load_quantized(tmp_path, model=Experts).gate_up, model.gate_up)
+
+
+def test_one_model_is_built_at_a_time() -> None:
+    # What builds one sets the process's default dtype, and a hook of all modules.
+    order, inside = [], threading.Event()
+
+    def build() -> None:
+        with parameters_on_meta():
+            inside.set()
+            time.sleep(0.05)
+            order.append("first")
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    assert inside.wait(10)
+    with parameters_on_meta():
+        order.append("second")
+    thread.join()
+    assert order == ["first", "second"]

@@ -109,7 +109,9 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         self.dtype, self.device = key_states.dtype, device
         self.keys, self.values = (torch.zeros((*shape, D), dtype=dtype, device=device) for _ in range(2))
         if dtype == INT8.storage:
-            self.key_scales, self.value_scales = (torch.ones(shape, device=device) for _ in range(2))
+            self.key_scales, self.value_scales = (
+                torch.ones(shape, device=device, dtype=torch.float32) for _ in range(2)
+            )
         if not torch.compiler.is_compiling():
             for each in (self.keys, self.values, self.key_scales, self.value_scales, self.tokens.length):
                 if each is not None:

@@ -49,7 +49,7 @@ def paged_attention(call: PagedCall) -> Tensor:
         if S < 1 or first >= L:
             continue
         if pages is not None and pages.ndim == 2:
-            i = torch.arange(first, L)
+            i = torch.arange(first, L, device="cpu")
             places: Any = pages[row, i // k.shape[1]], i % k.shape[1]
         else:
             places = slice(first_key + first, end_key)
@@ -112,8 +112,8 @@ def _spans(
 
 def _visible(S: int, first: int, end: int, window: int) -> Tensor:
     """``[S, keys]``: which of the keys from ``first`` to ``end`` each of the last ``S`` positions sees."""
-    position = torch.arange(end - S, end)[:, None]
-    key = torch.arange(first, end)
+    position = torch.arange(end - S, end, device="cpu")[:, None]
+    key = torch.arange(first, end, device="cpu")
     visible = key <= position
     return visible & (key > position - window) if window else visible
 

@@ -34,7 +34,7 @@ What the code that torch.compile writes allocates with takes 1.0 us, torch.empty
 is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 """Whether the current stream's work goes to a CUDA graph, whose memory must be its own: two may run at a time."""
 
-_NO_BUFFER = torch.empty(0, dtype=torch.int8)
+_NO_BUFFER = torch.empty(0, dtype=torch.int8, device="cpu")
 _stream_buffers: dict[tuple[int, int], Tensor] = {}
 """By device and stream; no larger than the longest rows of plans with one launch, or 8 MB of partial sums."""
 _NO_COUNTS: tuple[Tensor, Iterator[int]] = (_NO_BUFFER, iter(()))

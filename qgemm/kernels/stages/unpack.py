@@ -93,7 +93,10 @@ def _float(kind, lanes, mantissa, exponent, out):
 def _looked_up(kind, word, pair, low, high):
     """A nibble chooses a byte of each table of eight: two tables for each byte of a value, by the nibble's last bit."""
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
-    values = [each & 0xFFFF for each in torch.tensor(NF4.value).to(dtype).view(torch.int16).tolist()]
+    values = [
+        each & 0xFFFF
+        for each in torch.tensor(NF4.value, dtype=torch.float32, device="cpu").to(dtype).view(torch.int16).tolist()
+    ]
     # m: the masks of the bytes whose nibbles' last bits are set.
     lines = [f"shr.b32 t, {word}, {16 * pair}; shl.b32 s, t, 4; prmt.b32 m, s, t, 0xD9C8; and.b32 t, t, 0x7777;"]
     for out, shift in (("a", 0), ("c", 8)):

@@ -33,15 +33,17 @@ def _multiply(x: Tensor, weight: ScaledWeight) -> Tensor:
     """float32 ``[M, N]`` of ``x [M, K]``, without the bias."""
     (M, K), N, group_size = x.shape, weight.values.shape[0], weight.group_size
     if not K:
-        return torch.zeros(M, N)
+        return torch.zeros(M, N, dtype=torch.float32, device="cpu")
     groups, read = cdiv(K, group_size), _Reader(weight.form)
     scales = float_scale(weight.scale, weight.global_scale) / read.times
     zeros = None if weight.zero_point is None else weight.zero_point.float() * read.times
-    columns, product = x.float().t(), torch.empty(N, M)
+    columns, product = x.float().t(), torch.empty(N, M, dtype=torch.float32, device="cpu")
     # One scale for a row is left to the product.
     by_row = groups == 1 and zeros is None
     step = min(max(_PIECE // max(K, 1), 1), max(N, 1))
-    values = torch.zeros(step, max(groups * group_size, 2 * HALF * cdiv(K, 2 * HALF)))
+    values = torch.zeros(
+        step, max(groups * group_size, 2 * HALF * cdiv(K, 2 * HALF)), dtype=torch.float32, device="cpu"
+    )
     for start in range(0, N, step):
         part = slice(start, min(start + step, N))
         rows = values[: part.stop - start]
@@ -62,7 +64,7 @@ class _Reader:
         self._form = form
         self.times = {INT4.name: 16.0, FP8.name: 2.0**-8, FP4.name: 2.0**-14}.get(form.name, 1.0)
         if form is NF4:
-            octets = torch.arange(256, dtype=torch.uint8)
+            octets = torch.arange(256, dtype=torch.uint8, device="cpu")
             self._tables = form.decode(octets & 15), form.decode(octets >> 4)
 
     def into(self, values: Tensor, stored: Tensor) -> None:

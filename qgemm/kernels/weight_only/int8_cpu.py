@@ -36,7 +36,7 @@ def weight_only_linear(x: Tensor, weight: ScaledWeight) -> Tensor:
         if zero_point is not None:
             values = values - spread(zero_point[part], group_size, K)
         scales = scale[part].float()
-        total = torch.zeros(M, values.shape[0])
+        total = torch.zeros(M, values.shape[0], dtype=torch.float32, device="cpu")
         for g, rows in enumerate(columns):
             own = values[:, g * group_size : (g + 1) * group_size]
             total += cpu.int_mm(rows, own.t()).float().mul_(scales[:, g])

@@ -17,7 +17,7 @@ class Reader:
         self._host = rows
         self._sent: deque[tuple[int, torch.cuda.Event | None]] = deque()
         if rows.is_cuda:
-            self._host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            self._host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True, device="cpu")
             self._stream = torch.cuda.Stream(rows.device)
 
     def begin(self) -> None:

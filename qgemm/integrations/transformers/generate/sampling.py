@@ -44,8 +44,8 @@ class Progress:
         self.token = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
         self.rows = torch.zeros((steps, batch + 1), dtype=torch.int64, device=device)
-        self.largest = torch.zeros((steps, batch), device=device)
-        self.logits = torch.empty((batch, 0), device=device)
+        self.largest = torch.zeros((steps, batch), device=device, dtype=torch.float32)
+        self.logits = torch.empty((batch, 0), device=device, dtype=torch.float32)
         # What counts up is in one tensor: a step is made of small kernels, and each has its price.
         self._counters = torch.zeros(position.numel() + 1, dtype=torch.int64, device=device)
         self.position, self.step = self._counters[:-1].view(position.shape), self._counters[-1:]
