@@ -7,6 +7,7 @@ A file that declares operators is imported here:
 - ``products``: ``int_mm``, ``scaled_mm``, ``matmul``.
 - ``linear``: ``quant_linear``, ``quant_linear_asymmetric``, ``block_scaled_linear``, ``weight_only_linear``,
   ``multiply``.
+- ``float_weight``: what their gradients go through.
 - ``experts``: ``quant_experts``, ``weight_only_experts``.
 - ``router``: ``route``.
 - ``attention``: ``decode_attention``, ``paged_attention``, ``store_in_pages``.

@@ -30,10 +30,11 @@ from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch as weight_only
-from qgemm.numerics.blocks import dequantize_blocks
-from qgemm.numerics.groups import dequantize_rows
+from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.formats import FP8, OPERANDS
 from qgemm.ops.declare import operator
 from qgemm.ops.direct import seen_by_others
+from qgemm.ops.float_weight import float_weight
 
 
 def quant_linear(
@@ -143,7 +144,7 @@ def _declare_layer(
     schema: str,
     compute: Callable[..., Tensor],
     check: Callable[..., None],
-    float_weight: Callable[..., Tensor],
+    stored: Callable[..., ScaledWeight],
     *,
     bias_at: int,
     residual_at: int | None = None,
@@ -153,8 +154,8 @@ def _declare_layer(
     """Declares a layer of ``(x, weight, scale, ...)``, with derivatives for ``x``, its bias and its residual.
 
     ``bias_at``, ``residual_at``: where those are among the arguments; a residual may be left out. ``check(*arguments)``
-    raises for what ``compute`` can't take. ``float_weight(dtype, weight, scale, *others, *sizes)``: the weight
-    ``[N, K]`` in float, from the tensors at ``weight_at`` and the numbers at ``sizes``.
+    raises for what ``compute`` can't take. ``stored(weight, scale, *others, *sizes)``: the weight as one value, from
+    the tensors at ``weight_at`` and the numbers at ``sizes``.
     """
     name = schema.split("(")[0]
 
@@ -178,7 +179,7 @@ def _declare_layer(
         grads: list[Tensor | None] = [None] * len(wanted)
         if wanted[0]:
             # The weight is scaled, not the gradient: that would underflow in float16.
-            grads[0] = grad @ float_weight(ctx.x_dtype, weight, *others, *ctx.sizes)
+            grads[0] = grad @ float_weight(stored(weight, *others, *ctx.sizes), ctx.x_dtype)
         if wanted[bias_at]:
             grads[bias_at] = grad.float().sum_to_size(weight.shape[0]).to(ctx.bias_dtype)
         if residual_at is not None and True in wanted[residual_at:]:
@@ -194,7 +195,7 @@ def _declare_layer(
         if along_x is None:
             along = x.new_zeros((*x.shape[:-1], weight.shape[0]))
         else:
-            along = along_x @ float_weight(x.dtype, *args[weight_at], *args[sizes]).t()
+            along = along_x @ float_weight(stored(*args[weight_at], *args[sizes]), x.dtype).t()
         for other in (along_bias, *(tangents[residual_at:] if residual_at is not None else ())):
             along = along if other is None else along + other
         return along
@@ -212,6 +213,19 @@ def _declare_layer(
     )
 
 
+def _of_rows(weight: Tensor, scale: Tensor) -> ScaledWeight:
+    """int8 or e4m3 ``[N, K]`` with a scale a row."""
+    K = weight.shape[1]
+    return ScaledWeight(weight, scale.reshape(-1, 1), None, None, None, None, K, OPERANDS[weight.dtype].name, K)
+
+
+def _of_blocks(weight: Tensor, scale: Tensor) -> ScaledWeight:
+    """e4m3 ``[N, K]`` with a scale for each block of 128 x 128."""
+    N, K = weight.shape
+    rows = scale.repeat_interleave(BLOCK, dim=0)[:N]
+    return ScaledWeight(weight, rows, None, None, None, None, K, FP8.name, BLOCK)
+
+
 def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function(x, weight, residual)`` for the operator's arguments: the fields of ``weight`` one by one."""
 
@@ -227,7 +241,7 @@ _declare_layer(
     "Tensor? residual=None) -> Tensor",
     dispatch.quant_linear,
     checks.check_quant_linear,
-    lambda dtype, weight, scale: dequantize_rows(weight, scale, dtype),
+    _of_rows,
     bias_at=3,
     residual_at=5,
 )
@@ -236,14 +250,14 @@ _declare_layer(
     "Tensor zero_point) -> Tensor",
     asymmetric.quant_linear_asymmetric,
     asymmetric.check_quant_linear_asymmetric,
-    lambda dtype, weight, scale: dequantize_rows(weight, scale, dtype),
+    _of_rows,
     bias_at=3,
 )
 _declare_layer(
     "block_scaled_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual=None) -> Tensor",
     dispatch.block_scaled_linear,
     checks.check_block_scaled_linear,
-    lambda dtype, weight, scale: dequantize_blocks(weight, scale, dtype),
+    _of_blocks,
     bias_at=3,
     residual_at=4,
 )
@@ -253,7 +267,7 @@ _declare_layer(
     "Tensor? step=None, Tensor? residual=None) -> Tensor",
     _of_value(weight_only.weight_only_linear),
     _of_value(checks.check_weight_only_linear),
-    lambda dtype, *fields: ScaledWeight._make((*fields[:5], None, *fields[5:], False, None)).dequantize(dtype),
+    lambda *fields: ScaledWeight._make((*fields[:5], None, *fields[5:], False, None)),
     bias_at=6,
     residual_at=12,
     weight_at=slice(1, 6),

@@ -107,6 +107,23 @@ def test_kernels_for_every_gpu(rows: int, kind: str, dtype: torch.dtype, device:
     assert ((out.double() - exact - residual.double()).abs() <= 2 * torch.finfo(dtype).eps * size).all()
 
 
+@KIND
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_float_weight_has_the_bits_of_pytorchs(
+    kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
+    weight = ScaledWeight(**operands(kind, device)[0])
+    made = []
+    kernel = float_launcher.float_weight
+    monkeypatch.setattr(float_launcher, "float_weight", lambda *given: made.append(kernel(*given)) or made[-1])
+    out = dispatch.float_weight(weight, dtype)
+    assert len(made) == 1
+    assert out.dtype == dtype
+    assert torch.equal(out, weight.dequantize(dtype))
+    assert dispatch.float_weight(weight, torch.float64).dtype == torch.float64
+
+
 @pytest.mark.parametrize("rows", [3, 70])
 def test_factors_that_lie_apart(rows: int, device: torch.device) -> None:
     arguments, _ = operands("nvfp4", device)

@@ -101,6 +101,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "weight_only_linear e8m0": (x, packed, exponents, None, None, None, bias, 16, "fp4", 16),
         "weight_only_linear e4m3": (x, packed, b_scale[:, None].to(E4M3), None, unit, None, bias, 16, "nf4", 16),
         "weight_only_linear fp8": (x, y.t().to(E4M3), b_scale[:, None].half(), None, None, None, bias, 16, "fp8", 16),
+        "float_weight": (packed, b_scale.expand(2, 8).t(), zero_points, None, order, 16, "int4", 10, dtype),
         "quantize_rows fp8": (x, None, None, torch.float8_e4m3fn),
         "quantize_groups": (x,),
         "quantize_groups long": (torch.randn(2, 3, 150, device=device).to(dtype),),
@@ -134,6 +135,7 @@ def function_of(variant: str) -> Any:
     name = variant.split()[0]
     elsewhere = {
         "weight_only_linear": lambda x, *a: weight_only.weight_only_linear(x, ScaledWeight(*a[:11]), *a[11:]),
+        "float_weight": lambda *a: weight_only.float_weight(ScaledWeight(*a[:5], None, *a[5:8]), a[8]),
         "hadamard": hadamard,
         "rotary_angles": rotary.rotary_angles,
         "rotate": lambda *a: rotary.rotate(RotaryCall(*a)),

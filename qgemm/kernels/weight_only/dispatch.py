@@ -1,4 +1,4 @@
-"""``weight_only_linear``: products with quantized weights, which ``qgemm.numerics.groups`` describes.
+"""``weight_only_linear``: products with quantized weights, which ``qgemm.numerics.groups`` describes; their floats.
 
 With rows in float, a CPU makes the float weight some rows at a time (``cpu.py``), and a GPU multiplies by the stored
 weight (``float_launcher.py``). With rows in int8 both multiply integers (``int8_cpu.py``, ``int8_launcher.py``).
@@ -12,6 +12,18 @@ from torch import Tensor
 from qgemm.kernels.checks import check_weight_only_linear, on_gpu
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import cpu, int8_cpu
+from qgemm.numerics.groups import in_input_order
+
+
+@torch.no_grad()
+def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
+    """``weight.dequantize(dtype)``; on a GPU by one kernel, unless ``dtype`` is float64."""
+    if not on_gpu(weight.values) or dtype == torch.float64:
+        return weight.dequantize(dtype)
+    from qgemm.kernels.weight_only import float_launcher
+
+    rows = float_launcher.float_weight(weight, dtype)
+    return rows if weight.input_order is None else in_input_order(rows, weight.input_order)
 
 
 @torch.no_grad()

@@ -60,21 +60,14 @@ def weight_only_linear(
 
     ``recallable``: remember what is found out about the call, for others. Not where a tensor isn't read as it is.
     """
-    values, scale, zero_point, global_scale, _, bias, K, format, group_size, _, _ = weight
+    bias, K, format, group_size = weight[5:9]
+    values, scale, zero_point, global_scale = _as_read(weight)
     N = values.shape[0]
     out_shape = (*x.shape[:-1], N)
     rows = with_contiguous_columns(x.reshape(math.prod(x.shape[:-1]), K))
     added = None if residual is None else with_contiguous_columns(residual.reshape(rows.shape[0], N))
-    values, scale = with_contiguous_columns(values), with_contiguous_columns(scale)
-    if values.dtype == torch.float8_e4m3fn:
-        values = values.view(torch.uint8)
-    if scale.dtype == torch.float8_e4m3fn:
-        scale = scale.view(torch.int8)
-    if zero_point is not None and zero_point.stride() != scale.stride():
-        zero_point, scale = zero_point.contiguous(), scale.contiguous()
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    global_scale = None if global_scale is None else global_scale.contiguous()
     aligned = (rows.data_ptr() | values.data_ptr()) % ALIGNMENT == 0
     words = (scale.data_ptr() | (0 if zero_point is None else zero_point.data_ptr())) % WORD == 0
     kind = (
@@ -95,6 +88,46 @@ def weight_only_linear(
             tensors = x, values, scale, bias, zero_point, residual
             remember(plan.recalled(rows.shape, out_shape), *tensors, what=weight[6:10])
     return plan.run(rows, values, scale, zero_point, global_scale, bias, added).view(out_shape)
+
+
+def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
+    """``weight.dequantize(dtype)`` by one kernel, bit for bit, columns in the order of the values'; not in float64."""
+    values, scale, zero_point, global_scale = _as_read(weight)
+    N, K = values.shape[0], weight.in_features
+    out = values.new_empty((N, K), dtype=dtype)
+    if out.numel():
+        group = 0 if scale.shape[1] == 1 else weight.group_size
+        form = StoredForm(weight.format, group, has_zeros=zero_point is not None)
+        kind = (
+            float_weight, form, N, K, values.get_device(), values.dtype, values.stride(0), scale.dtype, scale.stride(0),
+            global_scale is not None, dtype,
+        )  # fmt: skip
+        launch: Launch | None = plans.get(kind)
+        if launch is None:
+            launch = plans.keep(kind, _dequantize_launch(form, N, K, values.stride(0), scale.stride(0)))
+        launch(values, scale, zero_point, global_scale, out)
+    return out
+
+
+def _as_read(weight: ScaledWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Values, scales, zero points and global scale as kernels read them: columns side by side, e4m3 as bytes."""
+    values, scale = with_contiguous_columns(weight.values), with_contiguous_columns(weight.scale)
+    if values.dtype == torch.float8_e4m3fn:
+        values = values.view(torch.uint8)
+    if scale.dtype == torch.float8_e4m3fn:
+        scale = scale.view(torch.int8)
+    zero_point = weight.zero_point
+    if zero_point is not None and zero_point.stride() != scale.stride():
+        zero_point, scale = zero_point.contiguous(), scale.contiguous()
+    return values, scale, zero_point, None if weight.global_scale is None else weight.global_scale.contiguous()
+
+
+def _dequantize_launch(form: StoredForm, N: int, K: int, stride_wn: int, stride_sn: int) -> Launch:
+    blocks = cdiv(K, form.block)
+    return Launch(
+        kernels._dequantize_kernel, cdiv(N, DEQUANTIZED_ROWS) * blocks, (N, K, stride_wn, stride_sn),
+        (form, DEQUANTIZED_ROWS, blocks), 4,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +291,7 @@ def _make_plan(
             return tiles_plan(config, form, M, N, K, strides, x.dtype, limits)
     if M <= MAX_PLAIN_ROWS:
         return Plan((M, N), _plain_launch(form, M, N, K, strides))
-    blocks = cdiv(K, form.block)
-    made = Launch(
-        kernels._dequantize_kernel, cdiv(N, DEQUANTIZED_ROWS) * blocks, (N, K, *strides[1:3]),
-        (form, DEQUANTIZED_ROWS, blocks), 4,
-    )  # fmt: skip
-    return Plan((M, N), made, made=(N, K))
+    return Plan((M, N), _dequantize_launch(form, N, K, *strides[1:3]), made=(N, K))
 
 
 def _fits_hopper(form: StoredForm, x: Tensor, weight: Tensor) -> bool:

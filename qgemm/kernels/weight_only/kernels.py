@@ -29,7 +29,7 @@ def _floats(q, scale, zero_point, global_scale, rows, k, K, GROUP: tl.constexpr)
         values -= tl.load(zero_point + at).to(tl.float32)
     factor = scale_value(tl.load(scale + at))
     if global_scale is not None:
-        factor = factor * tl.load(global_scale) / tl.load(global_scale + 1)
+        factor = tl.div_rn(factor * tl.load(global_scale), tl.load(global_scale + 1))
     return values * factor
 
 
