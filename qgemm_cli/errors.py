@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -31,6 +32,9 @@ def running(command: Callable[..., Any], debug: bool) -> Iterator[None]:
 
     ``debug`` shows where an error came from. Warnings are shown in a line each. Both speak of the command's options.
     """
+    # Not every encoding has all letters that files are called by.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings(), _interrupted_by_sigterm():
         warnings.showwarning = partial(_show_warning, command)  # type: ignore[assignment]  # put back by catch_warnings
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -164,6 +165,16 @@ def test_help_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit) as ended:
         qgemm_cli.main()
     assert (ended.value.code, capsys.readouterr().err) == (2, "qgemm: No space left on device\n")
+
+
+def test_names_that_standard_output_has_no_letters_for(monkeypatch: pytest.MonkeyPatch, int8_folder: Path) -> None:
+    folder = int8_folder.with_name("\u91cf\u5316")
+    folder.symlink_to(int8_folder)
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    app(["compare", str(int8_folder), str(folder)], standalone_mode=False)
+    sys.stdout.flush()
+    assert rb"\u91cf\u5316" in written.getvalue()
 
 
 def test_an_error_is_one_line_and_debug_shows_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
