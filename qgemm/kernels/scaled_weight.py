@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qgemm.numerics.formats import FORMATS, Format
-from qgemm.numerics.groups import dequantize, in_input_order
+from qgemm.numerics.groups import dequantize, to_input_order_
 
 
 class ScaledWeight(NamedTuple):
@@ -50,4 +50,4 @@ class ScaledWeight(NamedTuple):
         """``W [N, K]`` in ``dtype``, columns in the input's order."""
         parts = self.values, self.scale, self.zero_point, self.global_scale
         rows = dequantize(*parts, self.form, self.group_size, self.in_features, dtype)
-        return rows if self.input_order is None else in_input_order(rows, self.input_order)
+        return rows if self.input_order is None else to_input_order_(rows, self.input_order)

@@ -221,7 +221,7 @@ class WeightOnlyLinear(LinearLayer):
         size, K = self.group_size, self.in_features
         rows = groups.dequantize(weight, scale, zero_point, global_scale, self.form, size, K, dtype)
         order = self.stored("input_order")
-        return rows if order is None else groups.in_input_order(rows, order)
+        return rows if order is None else groups.to_input_order_(rows, order)
 
     def compute(self, x: Tensor) -> Tensor:
         """One operator."""

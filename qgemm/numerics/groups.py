@@ -223,9 +223,12 @@ def dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     return dequantize(weight, scale.reshape(-1, 1), None, None, OPERANDS[weight.dtype], K, K, dtype)
 
 
-def in_input_order(rows: Tensor, order: Tensor) -> Tensor:
-    """``[n, K]``, whose column ``j`` is of column ``order[j]`` of the input, with the input's order of columns."""
-    return torch.empty_like(rows).index_copy_(1, order.long(), rows)
+def to_input_order_(rows: Tensor, order: Tensor) -> Tensor:
+    """``[n, K]``, whose column ``j`` is of column ``order[j]`` of the input, put in the input's order, in place."""
+    order = order.long()
+    for part in rows.split(max(1, _PIECE // max(rows.shape[1], 1))):
+        part.copy_(torch.empty_like(part).index_copy_(1, order, part))
+    return rows
 
 
 def _power_of_two(scale: Tensor) -> Tensor:

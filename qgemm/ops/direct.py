@@ -18,6 +18,11 @@ def check_is_tensor(x: Any, name: str = "the layer's input") -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
 
 
+def in_forward_mode() -> bool:
+    """Whether tangents are computed along with values (``forward_ad``, ``torch.func.jvp``), with gradients off, too."""
+    return forward_ad._current_level >= 0
+
+
 def seen_by_others(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a call of an operator on ``x`` and ``others`` concerns more than its CPU or CUDA implementation.
 
@@ -40,7 +45,7 @@ def seen_by_others(x: Tensor, *others: Tensor | None) -> bool:
 def _is_watched(x: Tensor) -> bool:
     """Whether something is on that sees every call."""
     return (
-        forward_ad._current_level >= 0
+        in_forward_mode()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None

@@ -158,7 +158,7 @@ def _gradients(
         grad_weights[slots] = (grad_y * y.float()).sum(-1)
         grad_inner = ((grad_y * weights[slots, None]).to(x.dtype) @ second).float()
         grad_pairs[slots] = (_activation_backward(own.activation, h.float(), grad_inner).to(x.dtype) @ first).float()
-    grad_x = grad_pairs.view(*top_k_index.shape, -1).sum(1)
+    grad_x = grad_pairs.view(*top_k_index.shape, x.shape[1]).sum(1)
     return grad_x.to(x.dtype), grad_weights.view(top_k_index.shape).to(top_k_weights.dtype)
 
 

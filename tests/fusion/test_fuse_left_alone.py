@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import VOCABULARY, Example
+from families import FAMILIES, VOCABULARY, Example
 from families.example import LATENT, language_model, random, tokens
 from families.example import example as build_example
-from torch import nn
+from torch import Tensor, nn
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
 from qgemm.nn.blocks.binding import fused_of
@@ -28,6 +28,22 @@ def test_training_and_gradients_are_left_to_the_model() -> None:
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
     model.gradient_checkpointing_enable()
     assert torch.equal(model(**example.inputs, labels=example.inputs["input_ids"]).loss, loss)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_tangents_are_left_to_the_model(scheme: str) -> None:
+    model: Any = quantize_model(FAMILIES["llama"]().model, scheme)
+    model.set_attn_implementation("eager")  # PyTorch's own has no derivative in forward mode
+    x, along = random(1, 5, 64), random(1, 5, 64).flip(1)
+    expected = tangent(model, x, along)
+    assert torch.equal(tangent(fuse(model), x, along), expected)
+
+
+@torch.no_grad()
+def tangent(model: Any, x: Tensor, along: Tensor) -> Tensor:
+    run = lambda embeds: model(inputs_embeds=embeds, use_cache=False).logits  # noqa: E731
+    result: Tensor = torch.func.jvp(run, (x,), (along,))[1]
+    return result
 
 
 def test_a_layer_with_another_forward_is_left_alone() -> None:

@@ -207,6 +207,15 @@ def test_gradients_of_one_of_the_two(device: torch.device) -> None:
     assert weights.grad[1, 1] == 0
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_of_no_tokens(create_graph: bool, device: torch.device) -> None:
+    x, index, weights, *rest = operands(GPT_OSS, True, device)
+    x, weights = x[:0].requires_grad_(), weights[:0].requires_grad_()
+    out = torch.ops.qgemm.quant_experts(x, index[:0], weights, *rest, *fields(GPT_OSS))
+    grads = torch.autograd.grad(out.sum(), (x, weights), create_graph=create_graph)
+    assert [grad.shape for grad in grads] == [x.shape, weights.shape] == [(0, 16), (0, 2)]
+
+
 def test_other_gradients_are_refused(device: torch.device) -> None:
     x, index, weights, gate_up, scale, *rest = operands(GPT_OSS, False, device)
     out = quant_experts(x, index, weights, ExpertWeights(gate_up, scale.requires_grad_(), *rest, GPT_OSS))

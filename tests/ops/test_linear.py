@@ -125,7 +125,7 @@ class Storages(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8-block", "nf4"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8-block", "nf4", "int4-32-asymmetric-ordered"])
 def test_a_backward_makes_one_float_weight(scheme: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "_PIECE", 4 * 256)  # temporaries of four rows
     layer = quantized_layer(nn.Linear(256, 192, device=device, dtype=torch.bfloat16), scheme)

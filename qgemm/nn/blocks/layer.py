@@ -33,6 +33,7 @@ from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Operands, SummedOperands, read_rows
 from qgemm.nn.blocks.position_bias import POSITION_BIAS
 from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quantize, read
+from qgemm.ops.direct import in_forward_mode
 
 Form = Literal["in a row", "side by side", "norms last", "alone"]
 
@@ -142,7 +143,7 @@ class FusedLayer:
         """Whether the layer is called for its output alone, without gradients, and nobody sees every module's call."""
         if type(x) is not Tensor or layer.training or (torch.is_grad_enabled() and _has_gradients(layer, x, context)):
             return False
-        if _of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks:
+        if _of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks or in_forward_mode():
             return False
         if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") or context.get("output_attentions"):
             return False

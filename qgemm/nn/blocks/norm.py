@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.steps import NormStep
+from qgemm.ops.direct import in_forward_mode
 from qgemm.ops.norms import add_norm
 
 _PLAIN = {Tensor, nn.Parameter, type(None)}  # and not a part of a norm that is cut among processes
@@ -32,7 +33,7 @@ class FusedNorm:
 
     def __call__(self, x: Any) -> Tensor | None:
         """``norm(x)`` for ``x [..., K]``; None if it can't be computed here."""
-        if type(x) is not Tensor or torch.is_autocast_enabled(x.device.type):
+        if type(x) is not Tensor or torch.is_autocast_enabled(x.device.type) or in_forward_mode():
             return None
         vectors = self.step.vectors(x)
         if vectors is None or any(type(each) not in _PLAIN for each in vectors):

@@ -17,6 +17,7 @@ from torch import Tensor
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.linear_layer import LinearLayer
+from qgemm.ops.direct import in_forward_mode
 
 
 class _Made(NamedTuple):
@@ -87,7 +88,7 @@ class FusedSibling:
         """The layer's output for ``x [..., K]``; None if it isn't computed here."""
         if type(x) is not Tensor or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return None
-        if torch.is_grad_enabled() and (x.requires_grad or self.siblings.have_gradients()):
+        if in_forward_mode() or (torch.is_grad_enabled() and (x.requires_grad or self.siblings.have_gradients())):
             return None
         return self.siblings.output(self.place, x)
 
