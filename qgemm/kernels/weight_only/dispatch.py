@@ -12,7 +12,7 @@ from torch import Tensor
 from qgemm.kernels.checks import check_weight_only_linear, on_gpu
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import cpu, int8_cpu
-from qgemm.numerics.groups import in_input_order
+from qgemm.numerics.groups import to_input_order_
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
     from qgemm.kernels.weight_only import float_launcher
 
     rows = float_launcher.float_weight(weight, dtype)
-    return rows if weight.input_order is None else in_input_order(rows, weight.input_order)
+    return rows if weight.input_order is None else to_input_order_(rows, weight.input_order)
 
 
 @torch.no_grad()
