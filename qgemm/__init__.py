@@ -1,18 +1,18 @@
 """Int8 inference layers for PyTorch.
 
-- ``quantize_model(model)`` replaces the linear layers and experts of a model, in place; ``report(model)`` lists what
-  was done with each.
+- ``quantize_model(model)`` replaces the linear layers and experts of a model in place; ``report(model)`` lists what was
+  done with each layer.
 - ``calibrate(model)`` computes the scales that static schemes need.
-- ``qgemm.calibration`` has the methods of recipes: ``quantize_model(..., calibration=batches, recipe=[GPTQ()])``.
-- ``sensitivity(model, data)`` ranks layers by the loss when each alone is quantized; with it, a ``Budget`` chooses
-  schemes.
+- ``qgemm.calibration`` has the methods for recipes: ``quantize_model(..., calibration=batches, recipe=[GPTQ()])``.
+- ``sensitivity(model, data)`` ranks layers by the loss when each one alone is quantized; a ``Budget`` chooses schemes
+  with it.
 - ``fuse(model)`` fuses the kernels of a transformer's layers; ``unfuse(model)`` undoes it.
 - ``QuantLinear`` is the quantized linear layer, ``QuantExperts`` a quantized mixture of experts.
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` store and load a quantized model as safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
 - ``fast_generate(model)`` makes ``generate`` of a transformers model fast.
-- ``offload_embeddings(model)`` moves tables of embeddings to the host's memory, where the GPU reads their rows.
-- ``share_scales(model)`` makes a model in tensor parallelism use the scales of a single process.
+- ``offload_embeddings(model)`` moves embedding tables to host memory, from which the GPU reads the rows that it needs.
+- ``share_scales(model)`` makes a tensor-parallel model use the scales that a single process would use.
 - ``KeyValueCache(config, max_batch, max_length)`` is a static cache for transformers, in float or int8.
 - ``QGemmConfig(...)`` is the ``quantization_config`` for transformers' ``from_pretrained``.
 
@@ -74,8 +74,8 @@ integrations.register()
 
 
 def __getattr__(name: str) -> Any:
-    # Classes of transformers, whose import takes seconds: only for those who ask for them. For that reason they aren't
-    # in __all__ either.
+    # These classes need transformers, whose import takes seconds, so they are imported only on request. For the same
+    # reason they aren't in __all__.
     if name not in _OF_TRANSFORMERS:
         raise AttributeError(f"module 'qgemm' has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""``python -m qgemm``: the command ``qgemm``, which ``qgemm_cli`` has."""
+"""``python -m qgemm``: the ``qgemm`` command, implemented in ``qgemm_cli``."""
 
 from qgemm_cli import main
 

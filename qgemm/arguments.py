@@ -1,4 +1,4 @@
-"""What public functions are given, checked as it comes in: a mistake is one sentence, and nothing has begun."""
+"""Checks of public functions' arguments, made before any work begins. A mistake gives an error of one sentence."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check_model(model: Any) -> None:
 
 
 def as_path(argument: str, path: Any) -> Path:
-    """``path``, what the argument of that name is given; raises ``TypeError`` unless it is one."""
+    """Returns ``path`` as a ``Path``; raises ``TypeError``, naming ``argument``, unless it is one."""
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise TypeError(f"{argument} is {shown(path)}; it must be a path")
     return Path(path)
 
 
 def as_new_folder(argument: str, path: Any) -> Path:
-    """``path``, of a folder that is there or can be made; raises ``NotADirectoryError`` if a file is in its way."""
+    """Returns ``path``, a folder that exists or can be made; raises ``NotADirectoryError`` if a file is in the way."""
     folder = as_path(argument, path)
     for each in (folder, *folder.parents):
         if os.path.exists(each):
@@ -43,7 +43,7 @@ def as_new_folder(argument: str, path: Any) -> Path:
 
 
 def as_scales(scales: Any) -> dict[str, Any] | None:
-    """``input_scales`` as a dictionary; raises ``TypeError`` unless they are a mapping of names."""
+    """Returns ``input_scales`` as a dictionary; raises ``TypeError`` unless it is a mapping whose keys are names."""
     if scales is None:
         return None
     if not isinstance(scales, Mapping) or not all(isinstance(name, str) for name in scales):
@@ -55,12 +55,12 @@ def as_scales(scales: Any) -> dict[str, Any] | None:
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it, with its type."""
+    """The value and its type, as errors show them."""
     name = type(value).__name__
     return f"{shortened(value, 60)}, {'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 def shortened(value: object, length: int = 80) -> str:
-    """A value as an error shows it, in at most ``length`` characters."""
+    """The value as errors show it, in at most ``length`` characters."""
     text = repr(value)
     return text if len(text) <= length else text[: length - 3] + "..."

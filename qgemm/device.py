@@ -1,4 +1,4 @@
-"""Devices: the one that somebody names, or a sentence why it can't be used; their free memory. Threads, and garbage."""
+"""Finds the device that a caller names, its free memory, and a useful number of threads; pauses garbage collection."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-_OPERATORS = 8  # that are timed
-_GAIN = 0.8  # of one thread's time; those that are only lucky once aren't much faster
-# Of control groups, version 2 and 1: where they are mounted, and the files of the limit and of what is in use.
+_OPERATORS = 8  # timed per measurement
+_GAIN = 0.8  # of one thread's time: several threads that are only lucky once aren't that much faster
+# For control groups, versions 2 and 1: where they are mounted, and the files with the limit and the current use.
 _GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -21,13 +21,13 @@ _GROUPS = {
 
 
 def find_device(device: torch.device | str) -> torch.device:
-    """The CPU or GPU that ``device`` names, a GPU with its number.
+    """Returns the CPU or GPU that ``device`` names; a GPU has its number.
 
-    Raises ``ValueError`` for one that isn't there, or of another kind, and for what is none.
+    Raises ``ValueError`` for a device that doesn't exist, is of another kind, or isn't a device at all.
     """
     try:
         found = None if isinstance(device, bool) else torch.device(device)
-    except (RuntimeError, TypeError):  # no device that PyTorch knows of
+    except (RuntimeError, TypeError):  # not a device that PyTorch knows
         found = None
     if found is not None and found.type == "cpu":
         return found
@@ -39,7 +39,7 @@ def find_device(device: torch.device | str) -> torch.device:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Python doesn't look for garbage meanwhile, which takes tenths of a second beside a model or its code."""
+    """Switches Python's garbage collector off inside: with a model in memory, a collection takes tenths of a second."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -51,16 +51,16 @@ def no_garbage_collection() -> Iterator[None]:
 
 _counting = threading.Lock()
 _blocks: list[tuple[int, int]] = []
-"""Of ``one_thread``, that are being run: who runs each, and how many threads there were before."""
+"""The blocks of ``one_thread`` that are running: the thread of each, and the number of threads before it."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch's operators on the CPU have one thread meanwhile, if this thread calls them."""
+    """Inside, PyTorch's CPU operators that this thread calls use one thread."""
     caller = threading.get_ident()
     with _counting:
         before = torch.get_num_threads()
-        # Who starts while another is inside begins with one, and would leave that to all who start afterwards.
+        # While another thread is inside, the count is 1; restoring that at the end would leave it at 1 for good.
         if all(thread != caller for thread, _ in _blocks):
             before = max([before, *(count for _, count in _blocks)])
         _blocks.append((caller, before))
@@ -75,12 +75,13 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def useful_threads(device: torch.device) -> Iterator[None]:
-    """PyTorch's operators on the CPU, if that is ``device``, have one thread meanwhile where several take longer.
+    """Inside, PyTorch's CPU operators use one thread, if ``device`` is the CPU and several threads would be slower.
 
-    Several wait for one another at the end of each operator: for milliseconds if other processes use the cores, as in a
-    container with fewer of them than its machine. Quantizing a model took six times as long then, and more.
+    Several threads wait for one another at the end of each operator. If other processes use the cores, as in a
+    container with fewer cores than its machine, that takes milliseconds. Quantizing a model then took six times as
+    long, and more.
     """
-    # What is timed isn't for a mode that looks at operators.
+    # The timed operators must not be seen by a dispatch or function mode.
     has_mode = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
     if device.type != "cpu" or has_mode or torch.get_num_threads() == 1 or _several_are_faster():
         yield
@@ -90,7 +91,7 @@ def useful_threads(device: torch.device) -> Iterator[None]:
 
 
 def _several_are_faster() -> bool:
-    """Whether several threads now gain on one, in operators of some 100,000 values."""
+    """Whether several threads are now faster than one, in operators of some 100,000 values."""
     values = torch.ones(2**17, dtype=torch.float32, device="cpu")
     with one_thread():
         values.neg_()
@@ -98,7 +99,7 @@ def _several_are_faster() -> bool:
         for _ in range(_OPERATORS):
             values.neg_()
         one = time.perf_counter() - start
-    values.neg_()  # the threads are there
+    values.neg_()  # starts the threads
     start = time.perf_counter()
     for _ in range(_OPERATORS):
         values.neg_()
@@ -108,11 +109,11 @@ def _several_are_faster() -> bool:
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:
-    """How many bytes could be allocated on ``device``; 0 where the system doesn't say.
+    """Returns how many bytes could be allocated on ``device``; 0 where the system doesn't say.
 
-    On a GPU what is free, and what PyTorch's allocator holds there unused. On the CPU (Linux) what is available without
-    swapping, or what the limits of the process's control groups leave, if that is less: files that the system has read
-    ahead count as free in both. ``root`` is where ``proc`` and ``sys`` are.
+    On a GPU: the free memory, plus what PyTorch's allocator holds unused. On the CPU (Linux): the memory available
+    without swapping, or what the limits of the process's control groups leave, if that is less. Files that the
+    system caches count as free in both. ``root`` is the folder that contains ``proc`` and ``sys``.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -130,7 +131,7 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
 
 
 def _left_in_group(root: Path, controller: str, path: str) -> list[int]:
-    """What a control group and those around it leave, where they are seen and have a limit."""
+    """What a control group and its ancestors leave, where they are visible and have a limit."""
     mount, limit, usage, cached = _GROUPS[controller]
     left = []
     for group in (Path(path), *Path(path).parents):
@@ -139,7 +140,7 @@ def _left_in_group(root: Path, controller: str, path: str) -> list[int]:
             free = int((folder / limit).read_text()) - int((folder / usage).read_text())
             left.append(free + _number_after(cached, folder / "memory.stat"))
         except (OSError, ValueError, StopIteration):
-            continue  # no limit ("max"), or a container that doesn't see it
+            continue  # no limit ("max"), or a container that can't see the file
     return left
 
 

@@ -1,6 +1,6 @@
-"""``fast_generate`` and ``generate``: the public names of the loop in ``integrations/transformers/generate``.
+"""``fast_generate`` and ``generate``: public names for the loop in ``integrations/transformers/generate``.
 
-They are here so that importing qgemm imports no transformers.
+They are defined here so that importing qgemm doesn't import transformers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Model = TypeVar("Model", bound=nn.Module)
 def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtype | None = None) -> Model:
     """Makes ``model.generate`` of a transformers model fast, with the same arguments and tokens; returns ``model``.
 
-    ``model.generate_batch`` and ``transformers serve --continuous-batching`` get attention that reads keys where they
-    lie and needs no mask, unless a flash attention is installed or chosen.
+    ``model.generate_batch`` and ``transformers serve --continuous-batching`` get attention that reads keys in place,
+    without a copy, and needs no mask, unless a flash attention is installed or chosen.
 
     ``cache_dtype=torch.int8`` keeps keys and values in int8, in half the memory. ``enabled=False`` restores the
-    original ``generate`` and frees the caches and CUDA graphs that were kept between calls.
+    original ``generate`` and frees the caches and CUDA graphs kept between calls.
 
-    Raises ``TypeError`` for a model that has no ``generate`` of transformers, ``ValueError`` for a dtype that a
-    ``KeyValueCache`` can't have.
+    Raises ``TypeError`` for a model without transformers' ``generate``, ``ValueError`` for a dtype that
+    ``KeyValueCache`` doesn't support.
     """
     try:
         from qgemm.integrations.transformers import generate as integration
@@ -36,10 +36,10 @@ def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtyp
 
 
 def generate(model: Any, input_ids: Tensor, cache_dtype: torch.dtype | None = None, **prepared: Any) -> Any:
-    """The loop of ``fast_generate`` for one call: ``model.generate(..., custom_generate=qgemm.generate)``.
+    """Runs the loop of ``fast_generate`` for one call: ``model.generate(..., custom_generate=qgemm.generate)``.
 
-    ``model.generate`` then also accepts ``cache_dtype``. This function is for transformers to call, with the arguments
-    that it has prepared; raises ``TypeError`` for a direct call.
+    ``model.generate`` then also accepts ``cache_dtype``. transformers calls this function with arguments that it has
+    prepared; a direct call raises ``TypeError``.
     """
     if "generation_config" not in prepared:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""``share_scales``: processes that have parts of a model use the scales of whole rows."""
+"""``share_scales``: makes tensor-parallel processes quantize with the scales of whole rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Model = TypeVar("Model", bound=nn.Module)
 def share_scales(model: Model, enabled: bool = True) -> Model:
     """Makes row-parallel layers quantize each row with the scale of the whole row, in place; returns ``model``.
 
-    By default each process computes the scale from its own columns, which needs no communication but the sum of the
-    products. With shared scales, processes first agree on the maximum of each row. The model then computes what it
-    computes in one process, except that each process rounds its sum to the model's dtype before the sums are added.
+    By default each process computes the scale from its own columns, and the only communication is the sum of the
+    products. With shared scales, the processes first agree on the maximum of each row. The model then computes the same
+    as in one process, except that each process rounds its product to the model's dtype before the products are summed.
 
-    All processes must call it. It changes layers that compute scales at run time, but not experts; while gradients are
-    computed, no layer shares scales. ``enabled=False`` undoes it.
+    All processes must call it. It changes layers that compute scales at run time, but not experts. A layer doesn't
+    share scales while gradients are computed. ``enabled=False`` undoes it.
 
-    Raises ``ValueError`` for a model without row-parallel layers, or with one in ``int4-int8``, whose product computes
-    scales itself.
+    Raises ``ValueError`` for a model without row-parallel layers, or with a row-parallel layer in ``int4-int8``, whose
+    product computes the scales itself.
     """
     check_model(model)
     named = {

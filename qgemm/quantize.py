@@ -1,14 +1,14 @@
-"""``quantize_model``: swaps linear layers and experts of a model for ``QuantLinear`` and ``QuantExperts``, in place.
+"""``quantize_model``: swaps a model's linear layers and experts for ``QuantLinear`` and ``QuantExperts``, in place.
 
-First every layer is looked at and everything is checked; only then is anything swapped, one layer at a time. So a
-mistake leaves the model as it was. What stops the swaps half-way does too, if memory has room for the float model and
-the quantized one (``model/restore.py``). Otherwise each float weight is freed before the next is touched, so that
-memory peaks at the float model plus the working space of one layer, and a model that is swapped in part refuses to run.
-Between the steps only names are kept: a reference to a layer would keep its weight alive.
+First every layer is inspected and everything is checked; only then are layers swapped, one at a time. So a wrong
+argument leaves the model as it was. An interruption half-way does too, if memory has room for both the float model and
+the quantized one (``model/restore.py``). Otherwise each float weight is freed before the next layer is touched: memory
+peaks at the float model plus the working space of one layer, and a partly swapped model refuses to run. Between the
+steps only names are kept, because a reference to a layer would keep its weight alive.
 
-Exactly ``nn.Linear``, transformers' ``Conv1D`` and ``FalconLinear``, and its modules of fused experts are swapped.
-Other subclasses of ``nn.Linear`` mean something of their own, and ``swap_rules.py`` lists where even a plain one can't
-go. Whatever stays in float is in the report with its reason.
+Only ``nn.Linear`` itself, transformers' ``Conv1D`` and ``FalconLinear``, and transformers' fused experts are swapped.
+Other subclasses of ``nn.Linear`` have a meaning of their own, and ``swap_rules.py`` lists where even a plain one must
+stay. The report gives the reason for each layer that stays in float.
 """
 
 from __future__ import annotations
@@ -67,50 +67,50 @@ def quantize_model(
     Output heads, layers that share their weight, and layers whose weight other code reads stay in float;
     ``qgemm.report(model)`` lists every layer with what was done, or the reason.
 
-    - ``scheme``: a scheme or its name; or a mapping from patterns to these, ``{"*.mlp.*": "int4", "*": "int8"}``, of
-      which the first that matches a layer counts. Layers whose scheme is None, or that no pattern matches, stay in
-      float. With a ``budget`` it can be several schemes to choose from, but no mapping.
+    - ``scheme``: a scheme or its name; or a mapping from patterns to these, ``{"*.mlp.*": "int4", "*": "int8"}``, in
+      which the first pattern that matches a layer counts. Layers whose scheme is None, or that no pattern matches, stay
+      in float. With a ``budget`` it can be several schemes to choose from, but not a mapping.
     - ``skip``: patterns of layers to leave in float. A string is the dotted name of a layer, or of a module that
-      contains layers; with ``*``, ``?`` or ``[`` in it, a glob over such names, in which ``*`` matches dots too. A
+      contains layers; with ``*``, ``?`` or ``[`` in it, a glob over such names, in which ``*`` also matches dots. A
       regular expression, compiled or as text after ``re:``, may match any part of a layer's name.
     - ``include``: patterns of layers to quantize although they stay in float by default, such as output heads. Layers
-      that can't be quantized, or that ``skip`` matches too, stay in float.
-    - ``input_scales``: for a static scheme, the activation scale of every linear layer to be swapped, by name.
-      Experts have none: they compute their scales at run time.
+      that can't be quantized, or that also match ``skip``, stay in float.
+    - ``input_scales``: for a static scheme, the activation scale of every linear layer to be swapped, by name. Experts
+      need none: they compute their scales at run time.
     - ``calibration``: instead of ``input_scales``, a ``qgemm.Calibration``, or batches to run the model on first:
-      mappings of keyword arguments, tuples or lists of arguments, or tensors, on the model's device. It runs in eval
-      mode without gradients. Layers that it never calls stay in float, with a warning: usually other code reads
+      mappings of keyword arguments, tuples or lists of arguments, or tensors, on the model's device. The model runs in
+      eval mode without gradients. Layers that it never calls stay in float, with a warning: usually other code reads
       their weight.
     - ``observer``: how scales are computed from batches, ``"min-max"`` if None: another name that ``qgemm.calibrate``
       accepts, or an ``Observer``.
     - ``recipe``: methods from ``qgemm.calibration``, applied in order, block by block: ``[SmoothQuant(), GPTQ()]``.
-      ``calibration`` must be batches, then also under schemes that aren't static.
+      ``calibration`` must then be batches, even under schemes that aren't static.
     - ``budget``: chooses one of the schemes, or float, for every layer, within a maximum size or loss; see
       ``qgemm.calibration.choose_schemes``. ``calibration`` must be batches.
     - ``sensitivity``: the result of ``qgemm.sensitivity``, for ``budget``; None measures it on the batches first, on
       the model's device.
     - ``device``: with batches, each block is moved to this device, quantized, and moved back.
-    - ``resume``: a folder for finished blocks, so that the same call continues after a kill. Remove it when the model
-      is saved.
+    - ``resume``: a folder in which finished blocks are stored, so that the same call continues after a kill. Remove it
+      once the model is saved.
     - ``progress``: whether to show progress bars; None shows them on a terminal only.
     - ``fuse``: whether to fuse layers too, as ``qgemm.fuse`` does.
 
-    A transformers model gets a copy of its config that says that it is quantized, for ``save_pretrained``. For a model
-    on the meta device only the structure changes. Layers that accelerate offloads to the CPU stay there, in int8.
+    A transformers model gets a copy of its config that marks it as quantized, for ``save_pretrained``. For a model on
+    the meta device only the structure changes. Layers that accelerate offloads to the CPU stay there, in int8.
 
-    Raises ``ValueError``, with the model unchanged, if there is nothing to swap, the model is quantized already, a
-    pattern matches no layer, a weight holds NaN or Inf, ``input_scales``, ``calibration`` or ``budget`` doesn't match,
-    or a swap would lose something of a layer (state-dict hooks; weights that accelerate keeps on disk).
+    Raises ``ValueError``, with the model unchanged, if there is nothing to swap, the model is already quantized, a
+    pattern matches no layer, a weight holds NaN or Inf, ``input_scales``, ``calibration`` or ``budget`` doesn't fit the
+    model, or a swap would lose something of a layer (state-dict hooks; weights that accelerate keeps on disk).
 
-    Everything is checked before the first layer is swapped, and hooks, children, buffers and attributes of a layer move
-    to the quantized one. If an exception (an interrupt, a bug) stops it half-way, the result depends on the memory
-    that was free at the start:
+    Everything is checked before the first layer is swapped. Hooks, children, buffers and attributes of a layer move to
+    the quantized one. If an exception (an interrupt, a bug) stops it half-way, the result depends on how much memory
+    was free at the start:
 
     - With enough for the quantized layers in addition to the float model, the model is restored: the same modules with
-      the same values. A recipe also needs enough for a copy of the float model; with a recipe or batches, twice as much
+      the same values. A recipe also needs room for a copy of the float model; with a recipe or batches, twice as much
       must be free.
-    - Otherwise each float weight is freed before the next layer, so that memory peaks at the float model and one layer.
-      A partly swapped model then refuses to run or to be saved, and says so.
+    - Otherwise each float weight is freed before the next layer, so that memory peaks at the float model plus one
+      layer. A partly swapped model then refuses to run or to be saved, and says so.
     """
     wanted = Quantization.of(
         scheme,
@@ -135,7 +135,7 @@ def quantize(
     sensitivity: Sensitivity | None = None,
     progress: bool | None = None,
 ) -> Model:
-    """As ``quantize_model``, of what is ``wanted``."""
+    """Does what ``quantize_model`` does, as ``wanted`` says."""
     check_model(model)
     wanted.check_data(calibration, sensitivity)
     with restored_on_failure(model) as way_back:

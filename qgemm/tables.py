@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric: Collection[str], below: list[str]) -> str:
-    """Aligned columns, those named in ``numeric`` to the right; lines of text ``below``, after a rule."""
+    """Returns aligned columns, those named in ``numeric`` to the right, then a rule and the lines of ``below``."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = [
         "  ".join(
@@ -21,7 +21,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric: Co
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: list[str]) -> str:
-    """A table, and lines of text after it."""
+    """Returns a table, followed by the lines of text in ``below``."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     text = "<br>".join(html.escape(line) for line in below)
@@ -29,7 +29,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: list
 
 
 def size(count: int) -> str:
-    """A number of bytes, with a unit."""
+    """The number of bytes, with a unit."""
     if count < 1024:
         return f"{count} B"
     power = min((count.bit_length() - 1) // 10, 3)

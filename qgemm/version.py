@@ -1,3 +1,3 @@
-"""The version of qgemm, which checkpoints and tools may ask for without importing the package's names."""
+"""The version of qgemm, in a module that checkpoints and tools can read without importing the package's names."""
 
 __version__ = "0.1.0"

@@ -1,11 +1,11 @@
-"""``warn_user``: a warning at the line that called into qgemm, from however deep inside it comes."""
+"""``warn_user``: warns at the user's line that called into qgemm, however deep inside the cause is."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 
-# Ours, and what runs our code in between: context managers, decorators, hooks, from_pretrained.
+# qgemm, and what runs its code in between: context managers, decorators, hooks, from_pretrained.
 _PASSED_OVER = ("qgemm", "contextlib", "torch", "transformers")
 
 

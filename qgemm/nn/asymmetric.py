@@ -1,8 +1,8 @@
 """``AsymmetricLinear``: an int8 linear layer whose static activations have a zero point.
 
-``x ~ (q - zero_point) * input_scale`` uses all 256 values of int8 for the range that ``x`` has, where a symmetric scale
-would leave those of one sign nearly unused, as after ReLU or GELU. The product stays the symmetric one; what the zero
-point adds to it is the same for every row, and is taken off in the bias (``qgemm.numerics.zero_points``).
+``x ~ (q - zero_point) * input_scale`` uses all 256 values of int8 for the range of ``x``. A symmetric scale would leave
+half of them nearly unused where values have one sign, as after ReLU or GELU. The product stays the symmetric one; the
+zero point adds the same term to every row, and the bias subtracts it (``qgemm.numerics.zero_points``).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from qgemm.scheme import QuantScheme
 
 
 class AsymmetricLinear(QuantLinear):
-    """``QuantLinear`` with a static scale and a zero point. Parameters that differ:
+    """``QuantLinear`` with a static scale and a zero point. Parameters that differ from ``QuantLinear``'s:
 
-    - ``bias``: float32 ``[out_features]``, also for a float layer without one, whatever the model's dtype is: the
-      float layer's minus ``zero_point * input_scale * weight_scale * sum_k weight``.
+    - ``bias``: float32 ``[out_features]``, whatever the model's dtype is, and also for a float layer without a bias:
+      the float layer's bias minus ``zero_point * input_scale * weight_scale * sum_k weight``.
     - ``input_zero_point``: one int8 number.
     """
 
@@ -49,7 +49,7 @@ class AsymmetricLinear(QuantLinear):
             self.input_zero_point = frozen(parse_input_scale(input_scale, self.scheme, device)[1])
 
     def take_bias(self, bias: Tensor | None) -> None:
-        """Sets ``bias`` to the float layer's minus the correction."""
+        """Sets ``bias`` to the float layer's bias minus the correction."""
         if self.weight.device.type == "meta":
             return
         exact = -self._correction() if bias is None else bias.double() - self._correction()
@@ -57,12 +57,12 @@ class AsymmetricLinear(QuantLinear):
 
     @torch.no_grad()
     def float_bias(self) -> Tensor | None:
-        """The bias of the float layer, within float32's precision; None if it has none."""
+        """The float layer's bias, within float32's precision; None if it has none."""
         assert self.bias is not None
         return (self.bias.double() + self._correction()).float() if self.has_bias else None
 
     def compute(self, x: Tensor) -> Tensor:
-        """One operator, which quantizes ``x``."""
+        """Runs one operator, which also quantizes ``x``."""
         out: Tensor = torch.ops.qgemm.quant_linear_asymmetric(x, *map(self.stored, self.operands))
         return out
 

@@ -1,13 +1,13 @@
-"""``QuantMultiheadAttention``: ``nn.MultiheadAttention`` with projections that are layers of their own.
+"""``QuantMultiheadAttention``: ``nn.MultiheadAttention`` whose projections are separate, quantizable layers.
 
-``out_proj(softmax(q @ k.T / sqrt(head_dim) + mask) @ v)`` for each head, with ``q, k, v = in_proj(x)``. PyTorch's
+Each head computes ``out_proj(softmax(q @ k.T / sqrt(head_dim) + mask) @ v)``, with ``q, k, v = in_proj(x)``. PyTorch's
 module holds the weights of queries, keys and values as parameters and hands them to functions. ``opened_attention``
-turns it, in place, into one whose projections are ``nn.Linear``s, which hold the same parameters: whatever knows linear
-layers (surveys, calibration, methods, checkpoints) works on those by name. In place, because hooks, attributes and all
-who hold the module keep what they have.
+turns it into a module whose projections are ``nn.Linear``s that hold the same parameters. Then everything that handles
+linear layers (surveys, calibration, methods, checkpoints) handles these by name. The change is in place, so that hooks,
+attributes and references to the module stay valid.
 
-PyTorch's encoder layers have a fused path too, which takes all weights of a layer at once. It is off where anything is
-quantized.
+PyTorch's encoder layers also have a fused path, which reads all weights of a layer at once. It is switched off where
+anything is quantized.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STATE_DICT_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""Lists of a module's hooks that know its state dictionary."""
+"""A module's lists of hooks that read or change its state dictionary."""
 
 
 def _packed_weight(child: str) -> property:
@@ -53,9 +53,9 @@ class QuantMultiheadAttention(nn.Module):
     - ``in_proj``: queries, keys and values in one layer, ``[3 * embed_dim, embed_dim]``. If ``kdim`` or ``vdim``
       differs, there are ``q_proj``, ``k_proj`` and ``v_proj`` instead.
     - ``out_proj``: ``[embed_dim, embed_dim]``.
-    - ``bias_k``, ``bias_v``: ``[1, 1, embed_dim]``, of ``add_bias_kv``; or None.
+    - ``bias_k``, ``bias_v``: ``[1, 1, embed_dim]``, from ``add_bias_kv``; or None.
 
-    Code that reads the packed ``in_proj_weight`` or ``in_proj_bias`` sees float ones.
+    Code that reads the packed ``in_proj_weight`` or ``in_proj_bias`` gets float ones.
     """
 
     in_proj_weight = _packed_weight("in_proj")
@@ -92,7 +92,7 @@ class QuantMultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention`` has it: what it returns, and the attention's weights if ``need_weights``.
+        """Returns what ``nn.MultiheadAttention`` does: the output, and the attention's weights if ``need_weights``.
 
         ``query``: ``[L, E]``, ``[L, N, E]``, or with ``batch_first`` ``[N, L, E]``; ``key`` and ``value`` likewise, of
         length ``S``. ``key_padding_mask``: ``[N, S]`` or ``[S]``. ``attn_mask``: ``[L, S]`` or
@@ -123,7 +123,7 @@ class QuantMultiheadAttention(nn.Module):
             weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
             out = weights @ v
             weights = weights.mean(dim=1) if average_attn_weights else weights
-        elif is_causal and key_padding_mask is None:  # then PyTorch hides added keys too
+        elif is_causal and key_padding_mask is None:  # in this case PyTorch hides added keys too
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         else:
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
@@ -135,7 +135,7 @@ class QuantMultiheadAttention(nn.Module):
         return self.out_proj(rows.flatten(-2)), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each in the shape of its input; inputs that are one tensor share a product."""
+        """Queries, keys and values, each in the shape of its input; inputs that are the same tensor share a product."""
         if "in_proj" not in self._modules:
             return self.q_proj(query), self.k_proj(key), self.v_proj(value)  # type: ignore[operator]
         E, layer = self.embed_dim, self.get_submodule("in_proj")
@@ -154,7 +154,7 @@ class QuantMultiheadAttention(nn.Module):
     def _mask(
         self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_batched: bool, q: Tensor, k: Tensor
     ) -> Tensor | None:
-        """Both masks as one that is added to the scores ``[N, H, L, S]``, whose shape it can be expanded to."""
+        """Both masks as one that is added to the scores ``[N, H, L, S]``, and expands to their shape."""
         (N, L, _), S, H, mask = q.shape, k.shape[1], self.num_heads, None
         if attn_mask is not None:
             _check_mask("attn_mask", attn_mask, (L, S), (N * H, L, S))
@@ -171,7 +171,7 @@ class QuantMultiheadAttention(nn.Module):
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) -> int:
-    """The size of the batch, 1 for inputs without one; raises ``ValueError`` for inputs that don't go together."""
+    """The batch size, 1 for inputs without a batch; raises ``ValueError`` for inputs that don't fit together."""
     if query.is_nested or key.is_nested or value.is_nested:
         raise ValueError("query, key or value is a nested tensor: pad it, and pass key_padding_mask")
     if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
@@ -208,8 +208,8 @@ def _batch_first(x: Tensor, batch_first: bool) -> Tensor:
 
 
 def _some_rows(layer: nn.Module, x: Tensor, rows: slice) -> Tensor:
-    """``layer(x)[..., rows]``; of an int8 layer's weight only these rows are multiplied."""
-    # Hooks, and others' layers in its place, see whole calls.
+    """``layer(x)[..., rows]``; for an int8 layer, only these rows of the weight are multiplied."""
+    # Hooks, and layers that others put in its place, must see the whole call.
     called = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
     if type(layer) is not QuantLinear or called:
         out: Tensor = layer(x)
@@ -219,7 +219,7 @@ def _some_rows(layer: nn.Module, x: Tensor, rows: slice) -> Tensor:
 
 
 def why_closed(module: nn.Module) -> str:
-    """Why ``opened_attention`` leaves an ``nn.MultiheadAttention`` as it is; empty if it doesn't."""
+    """Why ``opened_attention`` leaves an ``nn.MultiheadAttention`` as it is; empty if it opens it."""
     if type(module) is not nn.MultiheadAttention:
         return "a subclass of nn.MultiheadAttention, which may compute something else"
     if hasattr(module, "_hf_hook") or hasattr(module.out_proj, "_hf_hook"):
@@ -239,8 +239,8 @@ def why_closed(module: nn.Module) -> str:
 def opened_attention(model: nn.Module, layers: Iterable[str] | None = None) -> Iterator[None]:
     """Inside, each ``nn.MultiheadAttention`` of ``model`` is a ``QuantMultiheadAttention``, and no fused path is taken.
 
-    At the end, what holds no quantized layer is again what it was. ``layers``: if given, only attention that holds one
-    of these is opened, names as in a model whose attention is open.
+    At the end, attention without a quantized layer is closed again. ``layers``: if given, only attention that holds one
+    of these is opened; the names are those in a model whose attention is open.
     """
     holders = None if layers is None else {name.rpartition(".")[0] for name in layers}
     closed = {
@@ -266,14 +266,14 @@ def opened_attention(model: nn.Module, layers: Iterable[str] | None = None) -> I
 
 
 def close_attention(model: nn.Module) -> None:
-    """Makes attention an ``nn.MultiheadAttention`` again, where its projections are float layers."""
+    """Turns attention back into ``nn.MultiheadAttention`` where its projections are float layers."""
     for module in model.modules():
         if isinstance(module, QuantMultiheadAttention) and not _is_quantized(module):
             _close(module)
 
 
 def _fused_paths(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Modules with a path for all their layers' weights at once, what they decide it by, and its value for never."""
+    """Modules with a path that reads all their layers' weights; the attribute that enables it; its value for never."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             yield module, "activation_relu_or_gelu", 0
@@ -291,7 +291,7 @@ def _open(attention: nn.MultiheadAttention) -> None:
         projections = {"in_proj": _linear(attention.in_proj_weight, bias)}
     else:
         weights = [attention.get_parameter(f"{which}_proj_weight") for which in "qkv"]
-        # Views: what changes a bias in place changes the module's own.
+        # Views: changing such a bias in place changes the module's own.
         biases = (
             [None] * 3 if bias is None else [nn.Parameter(part, bias.requires_grad) for part in bias.detach().chunk(3)]
         )
@@ -303,7 +303,7 @@ def _open(attention: nn.MultiheadAttention) -> None:
     for name, layer in {**projections, "out_proj": out_proj}.items():
         attention.add_module(name, layer.train(attention.training))
     out_proj.__class__ = nn.Linear
-    # Encoder layers ask for these before they take their fused path.
+    # Encoder layers check this before they take their fused path.
     attention._qkv_same_embed_dim = False
     attention.__class__ = QuantMultiheadAttention  # type: ignore[assignment]
 
@@ -319,7 +319,8 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 def _close(
     attention: Any, bias: nn.Parameter | None = None, out_proj: type[nn.Module] = NonDynamicallyQuantizableLinear
 ) -> None:
-    """``bias``: the ``in_proj_bias`` that it had; if None, that of its layers. ``out_proj``: the class of that."""
+    """Closes one. ``bias``: its former ``in_proj_bias``; if None, its layers' biases. ``out_proj``: the class of that.
+    """
     own = attention.in_proj_bias if bias is None else bias
     attention.__class__ = nn.MultiheadAttention
     layers: dict[str, Any] = dict(attention._modules)

@@ -1,8 +1,8 @@
 """``BlockScaledLinear``: an fp8 linear layer with a scale for each block of 128 x 128 of its weight.
 
-``y = x @ W.T + bias``, where ``W`` is e4m3 times its blocks' scales, and each 128 values of a row of ``x`` are
-quantized to e4m3 with a scale of their own. A large value spoils no more than those 128 beside it. DeepSeek-V3 was
-trained with it (arXiv 2412.19437).
+``y = x @ W.T + bias``, where ``W`` is e4m3 values times their block's scale, and every 128 values of a row of ``x`` are
+quantized to e4m3 with a scale of their own. So a large value affects the precision of at most those 128 values.
+DeepSeek-V3 was trained with this scheme (arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BlockScaledLinear(LinearLayer):
 
     @property
     def columns_in_step(self) -> int:
-        """Those of a block."""
+        """The number of columns in a block."""
         return BLOCK
 
     def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
@@ -62,7 +62,7 @@ class BlockScaledLinear(LinearLayer):
         return scheme.weight.block == (BLOCK, BLOCK)
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """e4m3 ``[n, K]``, and the scale of each row of it, float32 ``[n, ceil(K / 128)]``: the same within a block."""
+        """e4m3 ``[n, K]``, and the scales of each row, float32 ``[n, ceil(K / 128)]``: equal within a block."""
         scale = block_scales(weight)
         return round_blocks(weight, scale), scale.repeat_interleave(BLOCK, dim=0)[: len(weight)]
 
@@ -71,7 +71,7 @@ class BlockScaledLinear(LinearLayer):
         return {"weight": values.contiguous(), "weight_scale": scale[::BLOCK].contiguous()}
 
     def rows_from(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Of ``weight_scale``, those of the blocks."""
+        """As in ``LinearLayer``; of ``weight_scale``, the rows of the blocks."""
         weight, scale = self.stored("weight").detach(), self.stored("weight_scale").detach()
         return {"weight": weight[start:stop], "weight_scale": scale[start // BLOCK : cdiv(stop, BLOCK)]}
 
@@ -80,11 +80,11 @@ class BlockScaledLinear(LinearLayer):
         return dequantize_blocks(parameters["weight"], parameters["weight_scale"], dtype)
 
     def check_weight(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> None:
-        """As of any layer, and that all rows of a block have one scale."""
+        """As in ``LinearLayer``; also checks that all rows of a block have the same scale."""
         super().check_weight(values, scale, zero_point)
         if not torch.equal(scale, scale[::BLOCK].repeat_interleave(BLOCK, dim=0)[: len(scale)]):
             raise ValueError(f"weight's scale differs between rows of a block of {BLOCK}; they must have one")
 
     def compute(self, x: Tensor) -> Tensor:
-        """One operator, which quantizes ``x``."""
+        """Runs one operator, which also quantizes ``x``."""
         return block_scaled_linear(x, *map(self.stored, self.operands))

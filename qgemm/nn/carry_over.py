@@ -1,7 +1,7 @@
-"""What a quantized linear layer takes over from the float one whose place it takes, beside its weight and bias.
+"""What a quantized linear layer takes over from the float one that it replaces, apart from weight and bias.
 
-That is what others have put there: hooks, child modules (adapters, observers), buffers, and attributes of the instance.
-A layer stays in float if one of these has a name that a quantized layer needs itself.
+That is what others have added: hooks, child modules (adapters, observers), buffers, and attributes of the instance. A
+layer stays in float if one of these has a name that a quantized layer needs itself.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
-# accelerate's are dealt with where its hooks are; a compiled call is one of the float layer.
+# accelerate's attributes are handled together with its hooks; a compiled call belongs to the float layer.
 _LEFT = frozenset({*vars(nn.Module()), "forward", "_hf_hook", "_old_forward", "_compiled_call_impl"})
 _SAME = frozenset({"in_features", "out_features"})
 
 
 def cannot_be_carried(linear: nn.Module) -> str:
-    """Why a quantized layer can't take over all that ``linear`` has; empty if it can."""
+    """Why a quantized layer can't take over everything that ``linear`` has; empty if it can."""
     if own := sorted(set(linear._parameters) - {"weight", "bias"}):
         return f"it has parameters of its own ({', '.join(own)})"
     needed = _names_needed()
@@ -39,12 +39,12 @@ def cannot_be_carried(linear: nn.Module) -> str:
 
 
 def carry_over(module: nn.Module, quantized: QuantLayer) -> None:
-    """Gives ``quantized`` the hooks of ``module``; of a linear layer also its children, buffers and attributes.
+    """Gives ``quantized`` the hooks of ``module``, and for a linear layer also its children, buffers and attributes.
 
     They are shared, not copied.
     """
     for hooks in _HOOKS:
-        # The very dictionary: a handle that removes its hook looks there.
+        # The dictionary itself, because a handle looks there to remove its hook.
         vars(quantized)[hooks] = vars(module)[hooks]
     if isinstance(quantized, KINDS):
         vars(quantized).update(_attributes(module))
@@ -57,7 +57,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _LEFT and name not in _SAME}
 
 
-@functools.cache  # it is asked for every layer of a model
+@functools.cache  # called for every layer of a model
 def _names_needed() -> set[str]:
     names = {name for kind in KINDS for name in dir(kind)} - set(dir(nn.Module))
     return names.union(*(vars(base).get("__annotations__", ()) for kind in KINDS for base in kind.__mro__)) - _SAME

@@ -1,4 +1,4 @@
-"""``Int4Int8Linear``: a linear layer with a weight of 4 bits and int8 activations, multiplied as integers."""
+"""``Int4Int8Linear``: a linear layer with a 4-bit weight and int8 activations, multiplied as integers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from qgemm.scheme import INT8_TOKENS, QuantScheme
 class Int4Int8Linear(WeightOnlyLinear):
     """A linear layer with an int4 weight and int8 activations: float ``[..., in_features]`` to ``[..., out_features]``.
 
-    ``y = x_scale * sum over groups g of (x_q @ (q - z).T)[g] * s[g] + bias``. Each row of the input gets a scale as it
-    comes. The sums within a group are exact int32; they are scaled and added in float32. Parameters are those of
-    ``WeightOnlyLinear``, with scales in floats. Where the scales of a row are whole multiples of one step, as those of
-    symmetric groups that are made here, products of many rows on a GPU are one exact sum for all groups, scaled once.
+    ``y = x_scale * sum over groups g of (x_q @ (q - z).T)[g] * s[g] + bias``. Each row of the input gets a scale at run
+    time. The sums within a group are exact int32; they are scaled and added in float32. Parameters are those of
+    ``WeightOnlyLinear``, with float scales. Where all scales of a row are whole multiples of one step, as in symmetric
+    groups that are quantized here, a product of many rows on a GPU is one exact sum over all groups, scaled once.
     """
 
     default_scheme = "int4-int8"

@@ -1,4 +1,4 @@
-"""``linear_class``: which class of linear layer computes a scheme. ``meta_linear``: such a layer without values."""
+"""``linear_class``: the class of linear layer that computes a scheme. ``meta_linear``: such a layer without values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def linear_class(scheme: str | QuantScheme) -> type[LinearLayer]:
 def meta_linear(
     scheme: str | QuantScheme, in_features: int, out_features: int, bias: bool = False, dtype: torch.dtype | None = None
 ) -> LinearLayer:
-    """A layer on the meta device: it tells the names, shapes and dtypes of a scheme's parameters, or waits for them.
+    """A layer on the meta device: it shows names, shapes and dtypes of a scheme's parameters, or waits for values.
 
     Raises ``ValueError`` as the class does.
     """

@@ -1,8 +1,7 @@
 """``QuantLinear``: a linear layer with an int8 or fp8 weight.
 
-``y = x @ (weight * weight_scale[:, None]).T + bias``, with ``x`` quantized to the weight's format on the way in, int32
-sums (float32 of fp8), and ``y`` in the dtype of ``x``. The weight takes a quarter of float32's memory, half of
-bfloat16's.
+``y = x @ (weight * weight_scale[:, None]).T + bias``. ``x`` is quantized to the weight's format first; sums are int32,
+or float32 for fp8; ``y`` has the dtype of ``x``. The weight takes a quarter of float32's memory, half of bfloat16's.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class QuantLinear(LinearLayer):
     - ``bias``: ``[out_features]`` in ``dtype``, or None.
     - ``input_scale``: one float32 number, for a static scheme only; None otherwise.
 
-    On a Hopper GPU, a kernel with programmatic dependent launch must not write the weight directly before a call: the
-    layer may load the weight before such a kernel has ended. Ordinary kernels may write it.
+    On a Hopper GPU, a kernel that uses programmatic dependent launch must not write the weight directly before a call:
+    the layer may load the weight before such a kernel has ended. Ordinary kernels may write it.
 
     The scales of a new layer, and so its outputs, are NaN until it loads a ``state_dict``.
     ``from_linear`` makes one from a float layer.
@@ -57,7 +56,7 @@ class QuantLinear(LinearLayer):
         """``bias`` in ``dtype``."""
         shape, storage = (self.out_features, self.in_features), self.scheme.weight.format.storage
         self.weight = frozen(torch.zeros(shape, dtype=storage, device=device))
-        # Before the scale: a transformers model takes its first float parameter's dtype for its own.
+        # Set before the scale: a transformers model takes the dtype of its first float parameter for its own.
         self.bias = self.empty_bias(device, dtype)
         self.weight_scale = frozen(torch.full(shape[:1], torch.nan, dtype=torch.float32, device=device))
         unknown = torch.full((), torch.nan, dtype=torch.float32, device=device) if self.is_static else None
@@ -69,11 +68,11 @@ class QuantLinear(LinearLayer):
         return scheme.weight.granularity == "channel" and scheme.weight.dtype in _DTYPES and scheme.is_plain
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Values ``[n, K]`` and a scale for each row, float32 ``[n]``."""
+        """Values ``[n, K]``, and a scale for each row, float32 ``[n]``."""
         return quantize_rows(weight, dtype=self.scheme.weight.format.storage)
 
     def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
-        """``weight`` and ``weight_scale``: as they are."""
+        """``weight`` and ``weight_scale``, unchanged."""
         return {"weight": values.contiguous(), "weight_scale": scale.contiguous()}
 
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -87,21 +86,21 @@ class QuantLinear(LinearLayer):
             self.input_scale = frozen(parse_input_scale(input_scale, self.scheme, device)[0])
 
     def compute(self, x: Tensor) -> Tensor:
-        """One operator, which quantizes ``x``."""
+        """Runs one operator, which also quantizes ``x``."""
         if self.shard is not None and self.shard.shares_scales:
             return self.product(x)
         parameters: dict[str, Any] = self._parameters
-        try:  # past stored(), which takes the host 0.1 us a parameter
+        try:  # bypasses stored(), which costs the host 0.1 us per parameter
             weight, weight_scale = parameters["weight"], parameters["weight_scale"]
         except KeyError:
             weight, weight_scale = self.weight, self.weight_scale
-        # Not get(), for which the attribute would be read whether or not it is needed.
+        # Not get(), whose default would read the attribute whether or not it is needed.
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         input_scale = parameters["input_scale"] if "input_scale" in parameters else self.input_scale  # noqa: SIM401
         return quant_linear(x, weight, weight_scale, bias, input_scale)
 
     def product(self, x: Tensor) -> Tensor:
-        """The product for what a layer makes of its input; rows of a shard perhaps with the scales of whole rows."""
+        """The product with the transformed input ``x``; a shard may quantize its rows with the scales of whole rows."""
         weight, weight_scale, bias, *_ = operands = tuple(map(self.stored, self.operands))
         shard = self.shard
         has_gradient = torch.is_grad_enabled() and x.requires_grad
@@ -116,9 +115,9 @@ _EXTRA = 16
 
 
 def quantize_together(x: Tensor, shard: Shard, dtype: torch.dtype) -> QuantizedRows:
-    """``x [..., K]``, columns of rows that other processes have the rest of, with the scales of whole rows.
+    """Quantizes ``x [..., K]``, a part of rows whose other columns other processes have, with the whole rows' scales.
 
-    The maximum of a whole row goes beside the columns, so many times as keep rows aligned, and is cut off again.
+    The maximum of the whole row is appended as extra columns, as many as keep rows aligned, which are cut off again.
     """
     wide = torch.cat((x, shard.row_maxima(x).expand(*x.shape[:-1], _EXTRA)), dim=-1)
     values, scale = torch.ops.qgemm.quantize_rows(wide, None, None, dtype)

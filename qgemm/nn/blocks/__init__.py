@@ -1,4 +1,4 @@
-"""Fused parts of models: several quantized layers, and what lies between them, as fewer kernels.
+"""Fused parts of models: several quantized layers, and the operations between them, in fewer kernels.
 
-Modules and their names stay: a fused layer of a model is the same module, with another ``forward``.
+Modules and their names stay: a fused layer is the same module of the model, with another ``forward``.
 """

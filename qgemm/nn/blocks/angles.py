@@ -1,4 +1,4 @@
-"""``FusedAngles``: the cosines and sines of a model's rotary embedding, as one kernel in place of twelve."""
+"""``FusedAngles``: the cosines and sines of a model's rotary embedding, in one kernel instead of twelve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FREQUENCIES, _SCALING = "inv_freq", "attention_scaling"
 
 
 def angles_of(module: nn.Module, layer_type: str) -> tuple[Tensor | None, float | None]:
-    """The frequencies of a rotary embedding, and the factor of cosines and sines; of a type, if there are any."""
+    """The frequencies of a rotary embedding, and the factor of its cosines and sines; of ``layer_type``, if given."""
     prefix = f"{layer_type}_" if layer_type else ""
     return module._buffers.get(f"{prefix}{FREQUENCIES}"), getattr(module, f"{prefix}{_SCALING}", None)
 
@@ -24,7 +24,7 @@ def angles_of(module: nn.Module, layer_type: str) -> tuple[Tensor | None, float 
 class FusedAngles:
     """How a rotary embedding computes: ``cos(position * inv_freq) * attention_scaling``, and sines likewise.
 
-    ``layouts``: as ``dispatch.rotary_angles`` has them, by the type of the layers that they are for, "" for all.
+    ``layouts``: as in ``dispatch.rotary_angles``, by the type of the layers that they are for; "" stands for all types.
     """
 
     module: nn.Module
@@ -36,7 +36,7 @@ class FusedAngles:
         return forward
 
     def separate(self) -> None:
-        """It multiplies with nothing."""
+        """Does nothing: there are no weights."""
 
     def __call__(self, x: Any, positions: Any, layer_type: Any = "") -> tuple[Tensor, Tensor] | None:
         """Cosines and sines in the dtype of ``x`` for ``positions [B, S]``; None if they can't be computed here."""
@@ -55,9 +55,9 @@ class FusedAngles:
 
 
 def forward(self: Any, x: Any, position_ids: Any, *args: Any, **others: Any) -> Any:
-    """The ``forward`` of a fused rotary embedding, called as the class's own."""
+    """The ``forward`` of a fused rotary embedding, with the arguments of the class's own."""
     fused = fused_of(self)
-    told = (*args, *others.values())  # the type of the layers, or nothing
+    told = (*args, *others.values())  # empty, or the type of the layers
     known = isinstance(fused, FusedAngles) and len(told) <= 1 and set(others) <= {"layer_type"}
     out = fused(x, position_ids, *told) if known else None
     return type(self).forward(self, x, position_ids, *args, **others) if out is None else out

@@ -1,8 +1,8 @@
-"""``FusedAttention``: queries, keys and values in one product, and what follows up to the output projection.
+"""``FusedAttention``: queries, keys and values in one product, and all that follows up to the output projection.
 
-It computes what the ``forward`` of transformers' attention modules does, which differ in a few things that are values
-here: where queries and keys are normalized, how many columns of a head rotate, and what else the attention function is
-told. The functions for rotation and attention are the model's own.
+It computes what ``forward`` of transformers' attention modules computes. These differ in a few things, which are values
+here: where queries and keys are normalized, how many columns of a head rotate, and which other arguments the attention
+function gets. The functions for rotation and attention are the model's own.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from qgemm.nn.blocks.position_bias import POSITION_BIAS, PositionBias
 from qgemm.nn.blocks.steps import NormStep, read
 
 CACHES = ("cache", "past_key_values", "layer_past")
-"""What models call a cache of keys and values among the arguments: since transformers 5.24, and before.
+"""What models call a cache of keys and values among their arguments: since transformers 5.24, and before.
 
-Caches of the first name are told what the attention function will be told, and may change it.
+A cache under the first name gets the attention function's arguments, and may change them.
 """
 
 SEQUENCES = "cu_seqlens"
-"""What the bounds of sequences one behind another are called among the arguments."""
+"""The argument with the bounds of sequences that are packed one behind another."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadNorms:
-    """Norms of queries and keys, ahead of the rotation or behind it.
+    """Norms of queries and keys, before or after the rotation.
 
     - ``query``, ``key``: the modules.
     - ``norm``: what both compute, None if that is unknown.
-    - ``layout``: what they take: ``"columns"`` ``[B, S, H * D]``, ``"heads"`` ``[B, S, H, D]``, ``"transposed"``
-      ``[B, H, S, D]``, or ``"rotated"``, the same after the rotation.
+    - ``layout``: the shape of their input: ``"columns"`` ``[B, S, H * D]``, ``"heads"`` ``[B, S, H, D]``,
+      ``"transposed"`` ``[B, H, S, D]``, or ``"rotated"``, the same after the rotation.
     """
 
     query: nn.Module
@@ -47,14 +47,14 @@ class HeadNorms:
     layout: str
 
     def weights(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Of both, if operators can compute these norms of ``x``."""
+        """The weights of both, if operators can compute these norms of ``x``."""
         weights = [module._parameters.get("weight") for module in (self.query, self.key)]
         biases = [module._parameters.get("bias") for module in (self.query, self.key)]
         known = self.norm is not None and all(weight is not None and weight.dtype == x.dtype for weight in weights)
         return (weights[0], weights[1]) if known and biases == [None, None] else None  # type: ignore[return-value]
 
     def of_rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, normalized if that comes behind the rotation."""
+        """Both, normalized if the norms come after the rotation."""
         if self.layout != "rotated":
             return q, k
         q, k = (read(x, NormStep(module, self.norm), ()) for x, module in ((q, self.query), (k, self.key)))  # type: ignore[assignment]
@@ -63,9 +63,9 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How the operators are told to turn queries and keys.
+    """How the operators should rotate queries and keys.
 
-    - ``interleaved``: whether pairs lie side by side.
+    - ``interleaved``: whether the two columns of a pair are adjacent.
     - ``pairs``: which columns of the model's cosines and sines have one value for each pair: the first ``"half"``,
       every ``"other"``, or ``"all"``.
     - ``in_float``: whether the model computes it in float32.
@@ -85,7 +85,7 @@ class Rotation:
 
 
 SHARED_STATES = "shared_kv_states"
-"""What the mapping of keys and values that layers share is called among their arguments."""
+"""The argument with the mapping of keys and values that layers share."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Temperature:
     factor: float
 
     def __call__(self, q: Tensor, seen: int | Tensor) -> Tensor:
-        """``q [B, H, S, D]``, behind ``seen`` tokens, times that."""
+        """``q [B, H, S, D]``, which follow ``seen`` tokens, times that factor."""
         positions = (torch.arange(q.shape[2], device=q.device) + seen).float()
         factors = torch.log1p(torch.floor((positions + 1.0) / self.length)) * self.factor + 1.0
         return (q * factors[:, None]).to(q.dtype)
@@ -104,22 +104,22 @@ class Temperature:
 
 @dataclass(frozen=True)
 class PositionScale:
-    """A factor of queries by position, the model's own ``function(positions, factor, length)``, as in Ministral 3."""
+    """A factor of queries by position, from the model's own ``function(positions, factor, length)`` (Ministral 3)."""
 
     function: Callable[[Tensor, float, int], Tensor]
     factor: float
     length: int
 
     def __call__(self, q: Tensor, positions: Tensor) -> Tensor:
-        """``q [B, H, S, D]`` at ``positions [1 or B, S]``, times that."""
+        """``q [B, H, S, D]`` at ``positions [1 or B, S]``, times that factor."""
         return q * self.function(positions, self.factor, self.length).to(q.dtype)
 
 
 @dataclass(frozen=True)
 class SharedStates:
-    """Keys and values that several layers read; those that ``stores`` puts them there, others take them.
+    """Keys and values that several layers read. A layer that ``stores`` puts them there; the others read them.
 
-    ``key``: what they are called in the mapping that the model hands from layer to layer.
+    ``key``: their key in the mapping that the model hands from layer to layer.
     """
 
     key: str
@@ -130,26 +130,26 @@ class SharedStates:
 class FusedAttention:
     """How an attention module computes.
 
-    - ``module``: the module; ``qkv``: its projections of queries, keys and values; ``out``: that of the output.
-    - ``heads``, ``kv_heads``, ``head_dim``: of the queries, of keys and values, and of all.
+    - ``module``: the module; ``qkv``: its projections of queries, keys and values; ``out``: its output projection.
+    - ``heads``: how many heads queries have; ``kv_heads``: how many keys and values have; ``head_dim``: of all heads.
     - ``norms``: of queries and keys, or None.
     - ``rotate``: ``(q, k, cos, sin) -> (q, k)``, of ``[B, H, S, D]`` each; None for a layer without positions.
-    - ``rotated_columns``: how many columns of a head it is given, the first; None for all.
-    - ``rotation``: the same for the operators; None where they can't.
-    - ``functions``, ``eager``: transformers' attention functions by name, and the module's own; one that calls none has
-      ``position_bias.attend`` alone.
-    - ``scaling``: of the scores. ``told``: what else the attention function is told, by name; ``sinks``: whether it is
-      told ``module.sinks``.
-    - ``query_scaling``: what queries are multiplied by, instead of scores; 1 for nothing.
-    - ``by_head``: whether the columns of ``qkv`` are query, key and value of one head after another.
+    - ``rotated_columns``: how many columns of a head rotate, the first ones; None for all.
+    - ``rotation``: the same as ``rotate``, for the operators; None where they can't compute it.
+    - ``functions``, ``eager``: transformers' attention functions by name, and the module's own function; a module that
+      calls none has only ``position_bias.attend``.
+    - ``scaling``: the factor of the scores. ``told``: other arguments of the attention function, by name; ``sinks``:
+      whether it gets ``module.sinks``.
+    - ``query_scaling``: a factor of the queries, instead of the scores; 1 for none.
+    - ``by_head``: whether the columns of ``qkv`` are query, key and value of one head, then those of the next.
     - ``values``: where values come from, one of ``rotary.call.VALUES``; ``value_norm``: their norm, if they have one.
-    - ``gated``: whether each head of the queries has a gate behind it, whose sigmoid its output is multiplied by.
-    - ``shared``: keys and values that other layers read too, or None. A layer that takes them has no others.
+    - ``gated``: whether a gate follows each head of the queries; the head's output is multiplied by its sigmoid.
+    - ``shared``: keys and values that other layers read too, or None. A layer that reads them has none of its own.
     - ``temperature``, ``position_scale``: a factor of queries by their position, or None.
-    - ``position_bias``: what scores have added if the layer is given nothing for it, or None.
-    - ``untold``: arguments of the layer that aren't for its attention; ``mask_name``: what its mask is called there.
-    - ``cache_name``: what the cache is called among the arguments.
-    - ``packed``: whether the input is ``[S, K]``, of sequences one behind another, whose bounds ``SEQUENCES`` has.
+    - ``position_bias``: what is added to the scores if the layer gets no such argument, or None.
+    - ``untold``: arguments of the layer that its attention doesn't get; ``mask_name``: the layer's name for its mask.
+    - ``cache_name``: the name of the argument with the cache.
+    - ``packed``: whether the input is ``[S, K]``: sequences one behind another, whose bounds are in ``SEQUENCES``.
     """
 
     module: Any
@@ -183,7 +183,7 @@ class FusedAttention:
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
-        """What it multiplies with."""
+        """The weights of its products."""
         return (self.qkv, self.out)
 
     def __call__(
@@ -196,8 +196,8 @@ class FusedAttention:
     ) -> Tensor:
         """The output of the attention module for ``x [B, S, K]`` or packed ``[S, K]``, plus ``residual``, in ``dtype``.
 
-        ``operands``: of its products. ``context``: what the module is called with beside ``x``; afterwards it has the
-        bias of positions, which the next layer may be given.
+        ``operands``: those of its products. ``context``: the module's other arguments; afterwards it also contains the
+        position bias, which the next layer may get.
         """
         into, out_of = operands
         others = dict(context)
@@ -210,7 +210,7 @@ class FusedAttention:
         seen: Any = 0
         if (self.temperature is not None or self.position_bias is not None) and cache is not None:
             seen = cache.get_seq_length(self.module.layer_idx)
-            seen = seen.clone() if isinstance(seen, Tensor) else seen  # the cache counts in place
+            seen = seen.clone() if isinstance(seen, Tensor) else seen  # the cache updates its count in place
         qkv = into.product(x, dtype)
         shape = qkv.shape[:-1]
         if self.packed:
@@ -225,7 +225,7 @@ class FusedAttention:
             k, v = states[self.shared.key]
             k, v = k.to(q.device), v.to(q.device)
         gate = self._queries(qkv)[1] if self.gated else None
-        del qkv  # a fifth of what a long prompt takes beside weights and cache; queries, keys and values are copies
+        del qkv  # a fifth of a long prompt's memory beside weights and cache; queries, keys and values are copies
         if self.temperature is not None:
             q = self.temperature(q, seen)
         if self.position_scale is not None:
@@ -244,7 +244,7 @@ class FusedAttention:
         return out_of.product(out.reshape(*shape, -1), dtype, residual)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, others: dict[str, Any]) -> Tensor:
-        """What the attention function, told ``others``, returns: ``[B, S, H, D]``."""
+        """The output ``[B, S, H, D]`` of the attention function, called with ``others``."""
         attend = self.eager
         if self.functions is not None:
             attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
@@ -267,7 +267,7 @@ class FusedAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of this forward ``[B, H, S, D]``, and all keys and values ``[B, Hkv, length, D]``.
 
-        ``others``: what the attention function will be told.
+        ``others``: the arguments that the attention function will get.
         """
         call = self._find_call(qkv, positions)
         if call is None or (cache is None and positions is None):
@@ -288,7 +288,7 @@ class FusedAttention:
         return q, k, v
 
     def _find_call(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> RotaryCall | None:
-        """What ``ops.rotate`` takes; None if it can't compute this."""
+        """The arguments of ``ops.rotate``; None if it can't compute this."""
         if self.by_head:
             return None
         cos = sin = q_weight = k_weight = None
@@ -346,7 +346,7 @@ class FusedAttention:
 
 
 def cosines_and_sines(positions: Any) -> tuple[Tensor, Tensor] | None:
-    """Those of ``positions``, what a model calls so among the arguments, of ``[1 or B, S, columns]`` each."""
+    """The cosines and sines in ``positions``, a model's argument of that name: ``[1 or B, S, columns]`` each."""
     if isinstance(positions, Tensor) and positions.is_complex():
         positions = positions.real, positions.imag
     if not isinstance(positions, tuple | list) or len(positions) != 2:
@@ -358,9 +358,9 @@ def cosines_and_sines(positions: Any) -> tuple[Tensor, Tensor] | None:
 def update_cache(
     cache: Any, name: str, k: Tensor, v: Tensor, layer_idx: int, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """All that ``cache`` has of a layer with ``k`` and ``v``; ``name``: of ``CACHES``.
+    """Adds ``k`` and ``v`` to ``cache``; returns all keys and values of the layer. ``name``: one of ``CACHES``.
 
-    ``others``: what the attention function will be told.
+    ``others``: the arguments that the attention function will get.
     """
     told = {"kwargs": others} if name == CACHES[0] else {}
     found: tuple[Tensor, Tensor] = cache.update(k, v, layer_idx, **told)
@@ -368,9 +368,9 @@ def update_cache(
 
 
 def _takes_as_they_are(cache: Any, layer_idx: int, k: Tensor, v: Tensor) -> bool:
-    """Gives ``k`` and ``v``, which nobody else has, to an empty layer of transformers' growing cache, if it is one.
+    """Gives ``k`` and ``v``, which nobody else holds, to an empty layer of transformers' growing cache, if it is one.
 
-    Its ``update`` would copy them behind nothing: 4 % of a prompt's time.
+    The cache's ``update`` would only copy them, which takes 4 % of a prompt's time.
     """
     layers = getattr(cache, "layers", ())
     layer = layers[layer_idx] if layer_idx < len(layers) else None

@@ -1,4 +1,4 @@
-"""What is fused of a module: another ``forward`` of the instance, which keeps its class, place, name and children."""
+"""Binds a fused computation to a module: another ``forward`` of the instance; class, place, name and children stay."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Fused(Protocol):
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """What is called in place of the class's ``forward``, with the module first. Its name is ``forward``."""
+        """The function called instead of the class's ``forward``, with the module first. Its name is ``forward``."""
 
     def separate(self) -> None:
-        """Gives all layers that it multiplies with memory of their own again."""
+        """Gives all layers whose weights it merged memory of their own again."""
 
 
 def bind(module: nn.Module, fused: Fused) -> None:
-    """Has ``module`` compute as ``fused`` says."""
+    """Makes ``module`` compute as ``fused`` says."""
     setattr(module, _NAME, fused)
     module.forward = types.MethodType(fused.forward, module)  # type: ignore[method-assign]
 
 
 def unbind(module: nn.Module) -> None:
-    """Has ``module`` compute as its class says."""
+    """Makes ``module`` compute as its class does again."""
     fused = fused_of(module)
     if fused is None:
         return
@@ -41,16 +41,16 @@ def unbind(module: nn.Module) -> None:
 
 
 def fused_of(module: nn.Module) -> Any:
-    """How ``module`` computes, if it is fused; else None."""
+    """The object that computes for ``module`` if it is fused; else None."""
     return vars(module).get(_NAME)
 
 
 def mark_like_class(forward: Callable[..., Any]) -> None:
-    """Marks a module's own ``forward`` that does what its class's does but for gradients: it needn't be called."""
+    """Marks a module's own ``forward`` that computes what its class's does except for gradients: it may be bypassed."""
     vars(forward)[_LIKE_CLASS] = True
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether ``module`` computes by something else than its class, as far as anybody knows."""
+    """Whether ``module`` has a ``forward`` that may compute something else than its class does."""
     own = vars(module).get("forward")
     return own is not None and _LIKE_CLASS not in getattr(own, "__dict__", ())

@@ -1,6 +1,6 @@
-"""``FusedCrossAttention``: attention of a decoder to its encoder's output, whose keys and values are one product.
+"""``FusedCrossAttention``: attention of a decoder to its encoder's output, with keys and values in one product.
 
-They are computed once for all tokens, and then are in the cache.
+Keys and values are computed once for all tokens, and are read from the cache afterwards.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.position_bias import POSITION_BIAS, PositionBias
 
 STATES, KEY_VALUE_STATES = "encoder_hidden_states", "key_value_states"
-"""What the encoder's output is called among the arguments of a layer; and of attention, or a layer of it alone."""
+"""The names of the encoder's output among a layer's arguments: in a layer, and in attention or a layer of it alone."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedCrossAttention:
-    """How a module of attention to an encoder computes.
+    """How a cross-attention module computes.
 
     - ``module``: the module; ``query``, ``key_value``, ``out``: its projections.
-    - ``head_dim``, ``functions``, ``eager``, ``scaling``, ``query_scaling``: as ``FusedAttention`` has them.
-    - ``names``: what arguments of the layer are called in a call of the module; None for those that it isn't told.
-      ``states_name``, ``mask_name``: of the encoder's output and the mask there.
-    - ``position_bias``: as ``FusedAttention`` has it.
+    - ``head_dim``, ``functions``, ``eager``, ``scaling``, ``query_scaling``: as in ``FusedAttention``.
+    - ``names``: what the layer's arguments are called in a call of the module; None for those that it doesn't get.
+      ``states_name``, ``mask_name``: the names of the encoder's output and of the mask there.
+    - ``position_bias``: as in ``FusedAttention``.
     """
 
     module: Any
@@ -48,7 +48,7 @@ class FusedCrossAttention:
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
-        """What it multiplies with."""
+        """The weights of its products."""
         return (self.query, self.key_value, self.out)
 
     def __call__(

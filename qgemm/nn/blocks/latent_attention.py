@@ -1,7 +1,7 @@
-"""``FusedLatentAttention``: multi-head latent attention (DeepSeek V3), whose queries and keys come out of one product.
+"""``FusedLatentAttention``: multi-head latent attention (DeepSeek V3), with queries and latents from one product.
 
-The projections that read the input are merged: queries, or what they are made of, and the latents of keys and values
-with the part of the keys that rotates. What is made of the cached latents is left to the module.
+The projections that read the input are merged: the queries or their latents, the latents of keys and values, and the
+part of the keys that rotates. Whatever is computed from the cached latents is left to the module.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from qgemm.nn.blocks.steps import NormStep, read
 class FusedLatentAttention:
     """How a module with latent attention computes.
 
-    - ``module``: the module; ``first``: its projections that read the input; ``out``: that of the output.
-    - ``query_norm``, ``query``: what makes queries of latent ones; None where the first product has the queries.
+    - ``module``: the module; ``first``: its projections that read the input; ``out``: its output projection.
+    - ``query_norm``, ``query``: what computes queries from latents; None where the first product gives the queries.
     - ``rotate``: ``(q, k, cos, sin) -> (q, k)``, of ``[B, H, S, R]`` each.
-    - ``functions``, ``eager``: transformers' attention functions by name, and the module's own.
-    - ``cache_name``, ``position_scale``: as ``FusedAttention`` has them.
+    - ``functions``, ``eager``: transformers' attention functions by name, and the module's own function.
+    - ``cache_name``, ``position_scale``: as in ``FusedAttention``.
     """
 
     module: Any
@@ -43,12 +43,12 @@ class FusedLatentAttention:
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
-        """What it multiplies with."""
+        """The weights of its products."""
         return (self.first, self.out) if self.query is None else (self.first, self.out, self.query)
 
     @property
     def called(self) -> tuple[nn.Module, ...]:
-        """The modules in ``module`` that are called as they are."""
+        """The modules in ``module`` that are called unchanged."""
         return self.module.kv_a_layernorm, self.module.kv_b_proj
 
     def __call__(

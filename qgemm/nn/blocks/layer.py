@@ -1,14 +1,14 @@
-"""``FusedLayer``: a layer of a transformer, its branches with their norms and residuals, computed together.
+"""``FusedLayer``: a transformer layer whose branches, norms and residuals are computed together.
 
-Branches are attention and an MLP, maybe with attention to an encoder between them, or behind them what comes of an
-input that the layer has of its own. In a row:
+Branches are attention and an MLP. Attention to an encoder may lie between them, and a branch that reads a separate
+input of the layer may follow them. In a row:
 ``t = x + n2(attention(n1(x)))``, ``y = t + n4(mlp(n3(t)))``, where any of the norms may be missing. Side by side:
-``y = x + attention(n1(x)) + mlp(n3(x))``. With the norms behind the residuals: ``t = n2(x + attention(x))``,
-``y = n4(t + mlp(t))``. A branch that isn't fused is called as the module that it is.
+``y = x + attention(n1(x)) + mlp(n3(x))``. With the norms after the residuals: ``t = n2(x + attention(x))``,
+``y = n4(t + mlp(t))``. A branch that isn't fused is called as a module.
 
-Another ``forward`` of the instance computes it (``binding.py``). What that doesn't know it leaves to the class's own:
-training, of parts too, gradients, autocast, attention weights, hooks on what it would pass over, layers that others
-have put into its place.
+Another ``forward`` of the instance computes this (``binding.py``). In cases that it doesn't handle it calls the class's
+own ``forward``: training, also of parts; gradients; autocast; attention weights as outputs; hooks on modules that it
+would bypass; layers that others have put in place of the original ones.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from qgemm.ops.direct import in_forward_mode
 Form = Literal["in a row", "side by side", "norms last", "alone"]
 
 MAX_FLOAT16 = torch.finfo(torch.float16).max - 1000
-"""Encoders of transformers let none of their layers' outputs be larger."""
+"""Encoders of transformers limit their layers' outputs to this."""
 MAX_SMALL_ROWS = 16
-"""Up to so many rows, the output projection adds the residual."""
+"""Up to this many rows, the output projection adds the residual."""
 
 
 @dataclass(frozen=True, eq=False)
 class CalledBranch:
-    """A branch that is called as the module that it is: attention or an MLP that isn't fused.
+    """A branch that isn't fused: attention or an MLP, called as a module.
 
-    ``told``: whether it is called with all that the layer is called with, or with what has a name in ``names`` alone.
-    By the same name but for ``names``, where None stands for what it isn't told. ``adds``: whether the module adds the
-    residual, its second argument, itself. ``behind``: a layer that its output goes through.
+    ``told``: whether it gets all arguments of the layer, or only those that ``names`` lists. ``names``: what arguments
+    are called there, if not the same; None leaves one out. ``adds``: whether the module itself adds the residual, its
+    second argument. ``behind``: a layer that its output goes through.
     """
 
     module: nn.Module
@@ -92,9 +92,9 @@ AllOperands = Sequence[tuple[Operands, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A branch of a layer, ``norm`` ahead of it, and ``out_norm`` behind it.
+    """A branch of a layer, the ``norm`` before it and the ``out_norm`` after it.
 
-    ``scale``: the module that has a vector which the output is multiplied by, in a row, and its name there; or None.
+    ``scale``: for layers in a row, a vector that multiplies the output: its module, and its name there; or None.
     """
 
     branch: Branch
@@ -107,18 +107,19 @@ class Step:
 class FusedLayer:
     """How a layer computes.
 
-    - ``form``: how ``steps`` and their norms follow one another; see above. ``"alone"``: an MLP by itself, such as a
-      shared expert.
-    - ``multiplier``: of each branch ahead of the residual; ``residual_first``: whether, side by side, the branches are
+    - ``form``: how ``steps`` and their norms follow one another; see the module. ``"alone"``: an MLP by itself, such as
+      a shared expert.
+    - ``multiplier``: a factor of each branch, applied before the residual is added; ``residual_first``: for branches
+      side by side, whether each is added to the residual in turn, or first to each other.
       added to the residual one by one, or to one another first.
-    - ``scale``: the module that has a factor of the layer's output, and its name there; or None.
+    - ``scale``: a factor of the layer's output: its module, and its name there; or None.
     - ``limited``: whether the output is limited in float16, to ``MAX_FLOAT16``.
     - ``crosses``: whether a branch is attention to an encoder.
     - ``defaults``: the arguments of ``forward`` after the first, by name and in order.
-    - ``passed_over``: modules that are not called, with the name and holder of each, so that a replaced one is seen;
+    - ``passed_over``: modules that are not called, with the holder and name of each, so that a replacement is noticed;
       ``called``: those that are called, likewise.
     - ``returned``: how many values ``forward`` returns in a tuple: the output, and attention's weights, which are None;
-      0 if it returns the output by itself. ``returns_bias``: whether the bias of positions is between them.
+      0 if it returns only the output. ``returns_bias``: whether the position bias comes between them.
     """
 
     form: Form
@@ -140,55 +141,55 @@ class FusedLayer:
         return self.operands() if known else None
 
     def _knows_call(self, layer: nn.Module, x: Any, context: Mapping[str, Any]) -> bool:
-        """Whether the layer is called for its output alone, without gradients, and nobody sees every module's call."""
+        """Whether the call wants the output alone, without gradients, and no global hook sees every module's call."""
         if type(x) is not Tensor or layer.training or (torch.is_grad_enabled() and _has_gradients(layer, x, context)):
             return False
         if _of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks or in_forward_mode():
             return False
         if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") or context.get("output_attentions"):
             return False
-        if self.returned == 1 and context.get("use_cache"):  # which may be returned, too
+        if self.returned == 1 and context.get("use_cache"):  # then the cache may be returned, too
             return False
         return (context.get(STATES, context.get(KEY_VALUE_STATES)) is not None) == self.crosses
 
     def _knows_attention(self, context: Mapping[str, Any]) -> bool:
-        """Whether attention, if it is fused, returns no weights, and its cache and sequences are of a kind it takes."""
+        """Whether attention, if fused, returns no weights, and can handle the kind of its cache and sequences."""
         attention = self.steps[0].branch
         if self.returned and "output_attentions" not in self.defaults:
             config = getattr(getattr(attention, "module", None), "config", None)
-            if getattr(config, "_attn_implementation", "") == "eager":  # which returns weights unasked
+            if getattr(config, "_attn_implementation", "") == "eager":  # it returns weights unasked
                 return False
         if isinstance(attention, FusedAttention) and attention.packed:
             if "flash" in str(attention.module.config._attn_implementation):
-                return False  # which takes all sequences at once
+                return False  # flash attention reads all sequences at once
         if isinstance(attention, (FusedAttention, FusedLatentAttention, FusedCrossAttention)):
             cache = context.get(attention.cache_name)
             return cache is None or not self.crosses or hasattr(cache, "cross_attention_cache")
         return True
 
     def _has_its_modules(self) -> bool:
-        """Whether the layer's modules are those that it was fused with, and nobody misses a call of one."""
+        """Whether the layer still has the modules that it was fused with, and nobody watches one that isn't called."""
         for holder, name, module in self.passed_over:
             if holder._modules.get(name) is not module or module.training:
                 return False
             if (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__) and (
                 _is_watched(module)
             ):
-                if "_hf_hook" in module.__dict__:  # accelerate's, which may have moved weights to free this memory
+                if "_hf_hook" in module.__dict__:  # accelerate may have moved weights to free this memory
                     for merged in self.products:
                         merged.let_go()
                 return False
         if torch.compiler.is_compiling() and torch.compiler.is_exporting():
-            return False  # a program has the model's own parameters, once
+            return False  # an exported program contains the model's own parameters, each once
         return all(holder._modules.get(name) is module for holder, name, module in self.called)
 
     def watched(self) -> tuple[nn.Module, ...]:
-        """The modules that aren't called, but would be seen if they were, so that the layer computes as its class."""
+        """The bypassed modules whose calls others watch; because of them the layer computes as its class does."""
         return tuple(module for _, _, module in self.passed_over if _is_watched(module))
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
-        """What all branches multiply with."""
+        """The weights of all branches' products."""
         return tuple([product for step in self.steps for product in step.branch.products])
 
     @property
@@ -202,7 +203,7 @@ class FusedLayer:
             product.separate()
 
     def operands(self) -> AllOperands | None:
-        """Those of each branch's products; None if one has none now."""
+        """The operands of each branch's products; None if a product has none now."""
         found = [tuple([product.operands() for product in step.branch.products]) for step in self.steps]
         for own in found:
             if None in own:
@@ -225,7 +226,7 @@ class FusedLayer:
 
     def _in_a_row(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         dtype, is_plain = x.dtype, self.multiplier == 1.0
-        # Of few rows, the product adds the residual; of many, that goes with the norm.
+        # With few rows, the product adds the residual; with many, the kernel of the norm does.
         is_small = x.numel() <= MAX_SMALL_ROWS * x.shape[-1]
         reads = [() if isinstance(each.branch, MlpAndMixture) else operands[i] for i, each in enumerate(self.steps)]
         into: Any = read(x, self.steps[0].norm, reads[0])
@@ -251,7 +252,7 @@ class FusedLayer:
         second: Any
         first, second = operands
         shares = mlp.norm is None
-        # Rows only where both branches read them, of one dtype.
+        # Rows are quantized ahead only where both branches read quantized rows, of one dtype.
         in_rows = read_rows(first) and (not shares or (read_rows(second) and first[0].dtype == second[0].dtype))
         into: Any = read(x, attention.norm, first if in_rows else ())
         if shares and in_rows and isinstance(into, Tensor):
@@ -259,7 +260,7 @@ class FusedLayer:
         other: Any = into if shares else read(x, mlp.norm, second)
         residual = x if self.residual_first else None
         shard = second[-1].shard if all(map(_is_summed, operands)) else None
-        if shard is not None:  # both have one sum, to which one process adds the residual
+        if shard is not None:  # both branches share one sum, to which one process adds the residual
             first, second = ((*own[:-1], own[-1]._replace(sums=False)) for own in (first, second))
             residual = None if shard.rank else residual
         out = attention.branch(into, first, residual, x.dtype, context)
@@ -274,14 +275,14 @@ class FusedLayer:
 
 
 def _is_summed(operands: tuple[Operands, ...]) -> bool:
-    """Whether a branch ends with a product that processes add up."""
+    """Whether a branch ends with a product that is summed over processes."""
     return bool(operands) and isinstance(operands[-1], SummedOperands)
 
 
 def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The ``forward`` of a fused layer, called as the class's own."""
+    """The ``forward`` of a fused layer, with the arguments of the class's own."""
     fused: FusedLayer | None = fused_of(self)
-    if fused is None:  # what is left of it in somebody's wrapper
+    if fused is None:  # the layer was unfused, but a wrapper still holds this forward
         return type(self).forward(self, hidden_states, *args, **kwargs)
     context = {**fused.defaults, **kwargs}
     if args:
@@ -295,7 +296,7 @@ def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_gradients(layer: nn.Module, x: Tensor, context: Mapping[str, Any]) -> bool:
-    """Whether a backward may come through ``layer``: quantized rows have no gradient."""
+    """Whether a backward pass may go through ``layer``: quantized rows have no gradient."""
     if x.requires_grad or any(parameter.requires_grad for parameter in layer.parameters()):
         return True
     # Keys in a cache may be trained.
@@ -305,14 +306,14 @@ def _has_gradients(layer: nn.Module, x: Tensor, context: Mapping[str, Any]) -> b
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether others would see a call of ``module``, or have another in its place."""
+    """Whether others would see a call of ``module``, or have replaced its ``forward``."""
     if module._forward_pre_hooks or has_own_forward(module):
         return True
     return any(map(_is_active, module._forward_hooks.values()))
 
 
 def _is_active(hook: Any) -> bool:
-    """Whether a hook does something: transformers' own record what is asked for, such as logits of routers."""
+    """Whether a hook does anything: transformers' own only record what was asked for, such as router logits."""
     if getattr(hook, "__name__", "") != "output_capturing_hook" or torch.compiler.is_compiling():
         return True
     collector = hook.__globals__.get("_active_collector")

@@ -1,4 +1,4 @@
-"""``FusedLayerInput``: ``projection(act(gate(x)) * own)``, of an input that a layer has of its own, as in Gemma 4."""
+"""``FusedLayerInput``: ``projection(act(gate(x)) * own)``, for a separate input ``own`` of a layer, as in Gemma 4."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.ops.rows import activate
 
 LAYER_INPUT = "per_layer_input"
-"""What it is called among the layer's arguments."""
+"""The name of that input among the layer's arguments."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedLayerInput:
-    """``gate``, ``projection``: its layers; ``activation``, ``activation_name``: as ``FusedMlp`` has them."""
+    """``gate``, ``projection``: its layers; ``activation``, ``activation_name``: as in ``FusedMlp``."""
 
     gate: MergedWeights
     projection: MergedWeights
@@ -28,7 +28,7 @@ class FusedLayerInput:
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
-        """What it multiplies with."""
+        """The weights of its products."""
         return (self.gate, self.projection)
 
     def __call__(
@@ -39,7 +39,7 @@ class FusedLayerInput:
         dtype: torch.dtype,
         context: Mapping[str, Any],
     ) -> Tensor:
-        """The sum's part for ``x [..., K]``, plus ``residual``, in ``dtype``."""
+        """The branch's output for ``x [..., K]``, plus ``residual``, in ``dtype``."""
         into, out_of = operands
         h = into.product(x, dtype)
         h = activate(h, self.activation_name, False) if self.activation_name else self.activation(h)

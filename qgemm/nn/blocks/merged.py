@@ -1,12 +1,12 @@
 """``MergedWeights``: layers that read one input, computed by one product.
 
-``y = x @ cat(weights).T``, whose columns are those of the layers, one after another: queries, keys and values, or gate
-and up. Merging is a matter of placement alone: the weights, scales and biases of the layers become rows of one tensor
-each, while the layers stay modules of their own with parameters of their own. So the names in a ``state_dict``, saved
-files, adapters and hooks are those of the model, merged or not, and nothing takes memory twice.
+``y = x @ cat(weights).T`` has the columns of the layers, one after another: queries, keys and values, or gate and up.
+Merging only places memory: the weights, scales and biases of the layers become rows of one tensor each, while the
+layers stay separate modules with their own parameters. So the names in a ``state_dict``, saved files, adapters and
+hooks are the model's, merged or not, and nothing is stored twice.
 
-A product of int8 rows has the same bits in a merged layer as in one by itself: every column has its own sum and scale.
-One of floats may add them in another order.
+A product of int8 rows has the same bits in a merged layer as in a separate one, because every column has its own sum
+and scale. A product of floats may add in another order.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from qgemm.nn.quant_layer import frozen, joined_rows
 from qgemm.nn.weight_only import WeightOnlyLinear
 
 _Placed: TypeAlias = tuple[dict[str, Any], Tensor, int, Any, Any]
-"""A layer's parameters, its weight and that's address, its scale and its bias."""
+"""A layer's parameters, its weight, the weight's address, its scale and its bias."""
 
 
 class MergedWeights:
-    """The operands of ``layers``, rows side by side: ``operands()`` is those of one layer with all their outputs.
+    """The operands of ``layers``, rows side by side: ``operands()`` is that of one layer with all their outputs.
 
     Whatever moves or replaces a parameter of a layer (``.to()``, ``load_state_dict``, a copy) separates it from the
-    others; then all are placed side by side again, at once or at the next call. One layer by itself is placed nowhere.
+    others; then all are placed side by side again, at once or at the next call. A single layer isn't moved.
     """
 
     def __init__(self, layers: Sequence[LinearLayer]) -> None:
-        """Places the weights of ``layers``. Raises ``ValueError`` if they can't be merged, as ``why_apart`` says."""
+        """Places the weights of ``layers``. Raises ``ValueError`` if they can't be merged; see ``why_apart``."""
         if reason := why_apart(layers):
             raise ValueError(f"these layers can't be merged: {reason}")
         self.layers = tuple(layers)
@@ -50,22 +50,22 @@ class MergedWeights:
         self.place()
 
     def operands(self) -> Operands | None:
-        """What computes all layers; None if they can't be computed together as they are now.
+        """The operands for all layers; None if the layers can't be computed together now.
 
-        That is, if one is without values, or on another device.
+        That is the case if one has no values, or is on another device.
         """
         if not torch.compiler.is_compiling() and not self._is_placed():
             self.place()
         return self._operands
 
     def place(self) -> None:
-        """Places the layers' values side by side, unless they are; nowhere if that isn't possible now."""
+        """Places the layers' values side by side unless they are already, or can't be now."""
         agrees = self._agrees()
         if agrees and self._operands is not None and self._is_placed() and self._find_addresses() == self._addresses:
             return
         self.let_go()
         if not agrees or why_apart(self.layers):
-            # Looked at again once something changes.
+            # Checked again once something changes.
             self._placed, self._addresses = self._find_places(), self._find_addresses()
             return
         first = self.layers[0]
@@ -76,7 +76,7 @@ class MergedWeights:
         self._placed, self._addresses = self._find_places(), self._find_addresses()
 
     def let_go(self) -> None:
-        """Says that the values are no longer where they were placed."""
+        """Forgets the placement: the values are no longer where they were placed."""
         self._operands, self._placed, self._addresses = None, (), []
 
     def separate(self) -> None:
@@ -92,24 +92,24 @@ class MergedWeights:
 
     @property
     def _placed_names(self) -> tuple[str, ...]:
-        """The parameters that have a row for each output."""
+        """The names of parameters with a row for each output."""
         return (*self.layers[0].row_names, "bias")
 
     def _join(self, name: str) -> Tensor | None:
-        """One tensor for the parameters called ``name``, which become its rows; they stay the same objects."""
+        """Returns one tensor whose rows become the data of the parameters ``name``; these stay the same objects."""
         parameters: list[Any] = [layer._parameters.get(name) for layer in self.layers]
         first: Tensor | None = parameters[0]
         given = [parameter for parameter in parameters if parameter is not None]
         if not given or len(parameters) == 1:
             return first
-        # A bias that some layers haven't is 0 for them.
+        # Layers without a bias get zeros, if another has one.
         given_or_not = zip(self.layers, parameters, strict=True)
         sizes = [layer.out_features if parameter is None else parameter.shape[0] for layer, parameter in given_or_not]
         parts = [
             given[0].new_zeros(size) if parameter is None else parameter.detach()
             for parameter, size in zip(parameters, sizes, strict=True)
         ]
-        # A parameter, by which a compiler knows that its address stays.
+        # A parameter, because a compiler may then assume that the address stays.
         whole = frozen(joined_rows(parts))
         for parameter, own in zip(parameters, whole.detach().split(sizes), strict=True):
             if parameter is not None:
@@ -126,14 +126,14 @@ class MergedWeights:
     def _find_addresses(self) -> list[int]:
         parameters = (layer._parameters.get(name) for layer in self.layers for name in self._placed_names)
         found = [parameter.data_ptr() for parameter in parameters if parameter is not None]
-        # Operands hold what was found out of scales, too.
+        # Operands also hold steps derived from the scales, so the scales' versions count too.
         scales = [layer._parameters.get("weight_scale") for layer in self.layers if getattr(layer, "steps", None)]
         return found + [scale._version for scale in scales if scale is not None and not scale.is_inference()]
 
     def _is_placed(self) -> bool:
-        """Whether the layers still have the parameters that they had, and the weights are where they were.
+        """Whether the layers still have the same parameters, and their weights still the same addresses.
 
-        What moves a scale or a bias by itself (``.to(dtype)``, ``load_state_dict``) tells it to ``place``.
+        Whatever moves only a scale or a bias (``.to(dtype)``, ``load_state_dict``) calls ``place``.
         """
         if not self._placed:
             return False
@@ -148,7 +148,7 @@ class MergedWeights:
         return True
 
     def _agrees(self) -> bool:
-        """Whether all layers have values on one device, and scales and biases of one kind."""
+        """Whether all layers have values on one device, with scales and biases of one dtype."""
         for name in self._placed_names:
             kinds = {
                 None if (p := layer._parameters.get(name)) is None else (p.device, p.dtype) for layer in self.layers
@@ -159,7 +159,7 @@ class MergedWeights:
         return not _differing(self.layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MergedWeights:
-        """Of the copies of the layers, which are placed when they are called: each has memory of its own until then."""
+        """Merges the copied layers. Each has memory of its own until they are placed, at the next call."""
         from copy import deepcopy
 
         copied = MergedWeights.__new__(MergedWeights)
@@ -205,7 +205,7 @@ _MERGED: tuple[type[LinearLayer], ...] = (QuantLinear, WeightOnlyLinear, Int4Int
 
 
 def _differing(layers: Sequence[LinearLayer]) -> str:
-    """Which of the parameters that layers must share aren't equal; empty if all are."""
+    """The name of the first parameter that layers must share but that differs; empty if there is none."""
     first, *others = layers
     for name in first.shared_names:
         own = first._parameters.get(name)

@@ -1,9 +1,9 @@
-"""``FusedMixture``: a mixture of experts with its router, in few kernels, and none that waits for the device.
+"""``FusedMixture``: a mixture of experts with its router, in few kernels, without the host waiting for the device.
 
-``MlpAndMixture``: one beside an MLP.
+``MlpAndMixture``: a mixture in parallel with an MLP.
 
-``y = residual + (experts(x) + shared(x))``: the router's product, one kernel that chooses experts and weighs them, and
-the experts' own, of which the last adds what comes after.
+``y = residual + (experts(x) + shared(x))``: the router's product, one kernel that chooses and weights the experts, and
+the experts' kernels, the last of which adds the rest.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from qgemm.ops.router import route
 
 @dataclass(frozen=True, eq=False)
 class RouterStep:
-    """A router of a mixture: the module, and what it computes.
+    """A router of a mixture: its module, and what it computes.
 
-    - ``routing``: what it does with its logits; None where that is unknown, and it is called.
-    - ``in_float``: whether its product is one of float32 values.
-    - ``bias``: the module that has a bias for the choice, and its name there; or None. ``told``: whether the router is
-      called with it.
-    - ``linear``: the module's child that multiplies, empty if it does so itself.
-    - ``chooser``: the module that chooses where ``module`` returns logits alone: its ``route_tokens_to_experts``.
-    - ``top_k``: how many experts, where the module returns a score of each.
+    - ``routing``: what it computes from its logits; None where that is unknown, so that the module is called.
+    - ``in_float``: whether its product is computed in float32.
+    - ``bias``: a bias for the choice: its module, and its name there; or None. ``told``: whether the router gets it as
+      an argument.
+    - ``linear``: the module's child that multiplies; empty if the module itself does.
+    - ``chooser``: where ``module`` returns only logits, the module whose ``route_tokens_to_experts`` chooses.
+    - ``top_k``: the number of experts, where the module returns a score for each.
     """
 
     module: nn.Module
@@ -54,7 +54,7 @@ class RouterStep:
         linear = self.module._modules.get(self.linear) if self.linear else self.module
         parameters = {} if linear is None else linear._parameters
         weight, bias = (parameters.get(name) for name in ("weight", "bias"))
-        # Hooks are transformers' own here, for those who ask for the router's logits.
+        # Hooks here are transformers' own, for callers who ask for the router's logits.
         known = self.routing is not None and not self.module._forward_hooks and weight is not None
         if not known or (weight.dtype != rows.dtype and not self.in_float):  # type: ignore[union-attr]
             return self._call(rows)
@@ -70,14 +70,14 @@ class RouterStep:
         return self.chosen(rows, self.module(rows, self._choice_bias()) if self.told else self.module(rows))
 
     def chosen(self, rows: Tensor, out: Any) -> tuple[Tensor, Tensor]:
-        """The weights and experts that ``out`` says, which the module returned for ``rows``."""
+        """The weights and experts in ``out``, which the module returned for ``rows``."""
         if self.chooser is not None:
             index, weights = self.chooser.route_tokens_to_experts(rows, out)
             return weights, index
-        if len(out) == 2:  # a score of each, 0 for those that aren't chosen, and logits
+        if len(out) == 2:  # a score for each expert, 0 for those not chosen, and the logits
             index = out[1].topk(self.top_k, dim=-1)[1]
             return out[0].gather(-1, index), index
-        # Logits come first, or last.
+        # The logits come first, or last.
         first, second, third = out
         return (second, third) if first.is_floating_point() else (second, first)
 
@@ -91,10 +91,10 @@ class RouterStep:
 
 @dataclass(frozen=True, eq=False)
 class ScaledRouter:
-    """Gemma 4's router: of rows that it normalizes and scales, with a factor for each expert.
+    """Gemma 4's router: it normalizes and scales rows itself, and has a factor for each expert.
 
-    ``routing``: of the logits of ``proj(norm(x) * scale * scalar_root_size)``; weights are multiplied by
-    ``per_expert_scale`` of their experts. ``norm`` has no weight.
+    ``routing``: applied to the logits ``proj(norm(x) * scale * scalar_root_size)``; the weights are then multiplied by
+    their experts' ``per_expert_scale``. ``norm`` has no weight.
     """
 
     module: Any
@@ -115,11 +115,11 @@ class ScaledRouter:
 
 @dataclass(frozen=True, eq=False)
 class FusedMixture:
-    """How a module of a router and experts computes.
+    """How a module with a router and experts computes.
 
-    ``module``: the whole. ``router``: which experts a token goes to. ``shared``: an expert of every token, called,
-    times the sigmoid of ``shared_gate`` if there is one. ``scales_input``: whether a token is multiplied by its weight,
-    as in Llama 4, not what its expert makes of it.
+    ``module``: the whole. ``router``: chooses the experts of a token. ``shared``: an expert for every token, called as
+    a module, times the sigmoid of ``shared_gate`` if there is one. ``scales_input``: whether the weight multiplies the
+    expert's input, as in Llama 4, instead of its output.
     """
 
     module: nn.Module
@@ -132,7 +132,7 @@ class FusedMixture:
 
     @property
     def called(self) -> tuple[nn.Module | None, ...]:
-        """What is called as the module that it is."""
+        """The modules that are called unchanged."""
         return self.shared, self.shared_gate
 
     def __call__(
@@ -161,7 +161,7 @@ class FusedMixture:
         T, k = index.shape
         each = (rows[:, None] * weights[..., None]).flatten(0, 1)
         ones = weights.new_ones((T * k, 1))
-        # Not as it is called: with the rows of every expert.
+        # Not the module's own call, which would compute the rows of every expert.
         if k == 1:
             return QuantExperts.forward(self.experts, each, index, ones, residual)
         out = QuantExperts.forward(self.experts, each, index.reshape(-1, 1), ones).view(T, k, -1).sum(dim=1)
@@ -170,7 +170,7 @@ class FusedMixture:
 
 @dataclass(frozen=True, eq=False)
 class MlpAndMixture:
-    """An MLP and a mixture that read one residual, each through norms of its own: Gemma 4's.
+    """An MLP and a mixture that read the same residual, each through its own norms, as in Gemma 4.
 
     ``mlp_out_norm(mlp(mlp_norm(x))) + out_norm(experts(norm(x)))``, where the router reads ``x`` itself.
     """
@@ -185,12 +185,12 @@ class MlpAndMixture:
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
-        """What it multiplies with."""
+        """The weights of its products."""
         return self.mlp.products
 
     @property
     def called(self) -> tuple[nn.Module, ...]:
-        """What is called as the module that it is."""
+        """The modules that are called unchanged."""
         return (self.router.module,)
 
     def __call__(
@@ -201,7 +201,7 @@ class MlpAndMixture:
         dtype: torch.dtype,
         context: Mapping[str, Any],
     ) -> Tensor:
-        """Both for ``x [..., H]``, plus ``residual``."""
+        """The sum of both for ``x [..., H]``, plus ``residual``."""
         rows = x.reshape(-1, x.shape[-1])
         of_mlp: Any = self.mlp(read(x, self.mlp_norm, operands), operands, None, dtype, context)
         of_mlp = read(of_mlp, self.mlp_out_norm, ())

@@ -15,20 +15,20 @@ from qgemm.nn.blocks.steps import activate
 from qgemm.numerics.integers import cdiv, round_up
 
 WHOLE_TILES = 256
-"""Rows of which no tile of a product is left over."""
+"""A multiple of this many rows leaves no tile of a product partly empty."""
 MAX_INNER_VALUES = 2**26
-"""What lies between the products of many rows has so many values at most, 0.13 GB in bfloat16: they are computed in
-parts of about equal sizes, up to 2,304 rows at Llama 3 8B's. A prompt of 8 x 2,048 tokens takes as long as at once (201
-and 206 ms, and 206 and 209), and 0.7 GB less memory."""
+"""At most this many values lie between the products, 0.13 GB in bfloat16. More rows are computed in parts of about
+equal sizes, up to 2,304 rows at Llama 3 8B's sizes. A prompt of 8 x 2,048 tokens takes as long as at once (201 and 206
+ms, and 206 and 209), with 0.7 GB less memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedMlp:
     """How a module of two or three linear layers computes.
 
-    - ``first``: gate and up, or one layer that has both or is not gated; ``down``: the last.
-    - ``activation``: the module's own; ``activation_name``: which of ``kernels.activations.ACTIVATIONS`` has its bits,
-      or empty. ``gated``: whether the first half of the columns is the gate of the second.
+    - ``first``: gate and up, or one layer that has both or isn't gated; ``down``: the last layer.
+    - ``activation``: the module's own; ``activation_name``: the one of ``kernels.activations.ACTIVATIONS`` with the
+      same bits, or empty. ``gated``: whether the first half of the columns is the gate of the second half.
     """
 
     first: MergedWeights
@@ -39,7 +39,7 @@ class FusedMlp:
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
-        """What it multiplies with."""
+        """The weights of its products."""
         return (self.first, self.down)
 
     def __call__(
@@ -70,7 +70,7 @@ class FusedMlp:
 
     def _compute(self, x: Input, operands: tuple[Operands, ...], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         into, out_of = operands
-        # Nothing holds the first product any more while the second one runs.
+        # Nothing may hold the first product's output while the second product runs.
         activated = activate(into.product(x, dtype), self.activation, self.activation_name, self.gated, out_of)
         return out_of.product(activated, dtype, residual)
 

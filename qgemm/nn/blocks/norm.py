@@ -1,4 +1,4 @@
-"""``FusedNorm``: a norm outside of fused layers, such as the last of a model, as one kernel in place of eight."""
+"""``FusedNorm``: a norm outside of fused layers, such as a model's last, in one kernel instead of eight."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from qgemm.nn.blocks.steps import NormStep
 from qgemm.ops.direct import in_forward_mode
 from qgemm.ops.norms import add_norm
 
-_PLAIN = {Tensor, nn.Parameter, type(None)}  # and not a part of a norm that is cut among processes
+_PLAIN = {Tensor, nn.Parameter, type(None)}  # and not a part of a norm that is sharded among processes
 
 
 @dataclass(frozen=True, eq=False)
 class FusedNorm:
-    """How a norm computes: ``step`` is the module, and which norm it is."""
+    """How a norm computes: ``step`` holds the module, and says which norm it is."""
 
     step: NormStep
 
@@ -29,7 +29,7 @@ class FusedNorm:
         return forward
 
     def separate(self) -> None:
-        """It multiplies with nothing."""
+        """Does nothing: it merges no weights."""
 
     def __call__(self, x: Any) -> Tensor | None:
         """``norm(x)`` for ``x [..., K]``; None if it can't be computed here."""
@@ -47,7 +47,7 @@ class FusedNorm:
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The ``forward`` of a fused norm, called as the class's own."""
+    """The ``forward`` of a fused norm, with the arguments of the class's own."""
     fused = fused_of(self)
     out = fused(args[0]) if isinstance(fused, FusedNorm) and len(args) == 1 and not kwargs else None
     return type(self).forward(self, *args, **kwargs) if out is None else out

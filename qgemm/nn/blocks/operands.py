@@ -1,4 +1,4 @@
-"""What a product multiplies with, and how: rows that were quantized ahead of it, or floats."""
+"""The operands of a product, by kind of layer: they multiply rows that were quantized before, or floats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Input: TypeAlias = Tensor | QuantizedRows
 
 
 class QuantizedOperands(NamedTuple):
-    """Those of a ``QuantLinear``, which may be given rows that several products share."""
+    """The operands of a ``QuantLinear``, which can multiply quantized rows that several products share."""
 
     weight: Tensor
     weight_scale: Tensor
@@ -34,16 +34,16 @@ class QuantizedOperands(NamedTuple):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it is best given quantized rows."""
+        """Whether the product should get rows that are already quantized."""
         return True
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows that it reads."""
+        """The dtype of the quantized rows that it reads."""
         return self.weight.dtype
 
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        """``round(x @ weight.T + bias)`` in ``dtype``, plus ``residual``, rounded again."""
+        """``round(x @ weight.T + bias)`` in ``dtype``, plus ``residual``, rounded once more."""
         weight, weight_scale, bias, input_scale = self
         if isinstance(x, QuantizedRows):
             return multiply(x.values, x.scale, weight, weight_scale, bias, residual, dtype)
@@ -51,54 +51,54 @@ class QuantizedOperands(NamedTuple):
 
 
 class _ReadsFloats:
-    """What operands say whose product takes floats alone, and has no scale for all rows of them."""
+    """The properties of operands whose product reads only floats, and that have no scale for all rows."""
 
     @property
     def reads_rows(self) -> bool:
-        """As ``QuantizedOperands``."""
+        """False."""
         return False
 
     @property
     def dtype(self) -> torch.dtype:
-        """Raises ``TypeError``: there are no such rows."""
+        """Raises ``TypeError``: the product reads no quantized rows."""
         raise TypeError(f"{type(self).__name__} read no quantized rows")
 
     @property
     def input_scale(self) -> None:
-        """As ``QuantizedOperands``."""
+        """None."""
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class FloatOperands(_ReadsFloats):
-    """Those of a ``WeightOnlyLinear``."""
+    """The operands of a ``WeightOnlyLinear``."""
 
     weight: ScaledWeight
 
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        """As above, of ``x`` in ``dtype``."""
+        """As in ``QuantizedOperands``, for ``x`` in ``dtype``."""
         assert isinstance(x, Tensor)
         return weight_only_linear(x, self.weight, residual)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockScaledOperands(_ReadsFloats):
-    """Those of a ``BlockScaledLinear``, which quantizes its input by itself."""
+    """The operands of a ``BlockScaledLinear``, which quantizes its own input."""
 
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None
 
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        """As above, of ``x`` in ``dtype``."""
+        """As in ``QuantizedOperands``, for ``x`` in ``dtype``."""
         assert isinstance(x, Tensor)
         return block_scaled_linear(x, self.weight, self.weight_scale, self.bias, residual)
 
 
 class SummedOperands(NamedTuple):
-    """Those of a shard in row parallelism: the products of all processes are added up, here or by the caller.
+    """The operands of a row-parallel shard: the products of all processes are summed, here or by the caller.
 
-    ``sums``: whether here.
+    ``sums``: whether they are summed here.
     """
 
     own: QuantizedOperands | FloatOperands | BlockScaledOperands
@@ -107,17 +107,17 @@ class SummedOperands(NamedTuple):
 
     @property
     def reads_rows(self) -> bool:
-        """As the shard does; but rows with scales of all processes are made ahead of the product."""
+        """As the shard does; but where processes share scales, the product quantizes the rows itself."""
         return self.own.reads_rows and not self._quantizes
 
     @property
     def dtype(self) -> torch.dtype:
-        """As above."""
+        """The dtype of the quantized rows that it reads."""
         return self.own.dtype
 
     @property
     def input_scale(self) -> Tensor | None:
-        """As above."""
+        """The static scale of the input, or None."""
         return self.own.input_scale
 
     @property
@@ -125,7 +125,7 @@ class SummedOperands(NamedTuple):
         return self.shard.shares_scales and self.own.reads_rows and self.own.input_scale is None
 
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        """As above. One process adds the residual, as it does the bias; if the caller sums, each adds its own."""
+        """As above. One process adds bias and residual; if the caller sums, each process adds its own residual."""
         if self._quantizes:
             assert isinstance(x, Tensor)
             x = quantize_together(x, self.shard, self.own.dtype)
@@ -138,12 +138,12 @@ Operands: TypeAlias = QuantizedOperands | FloatOperands | BlockScaledOperands | 
 
 
 def read_rows(operands: tuple[Operands, ...]) -> bool:
-    """Whether a branch that begins with the first of ``operands``, if with any, is best given quantized rows."""
+    """Whether a branch with these ``operands``, whose first come first, should get rows that are already quantized."""
     return bool(operands) and operands[0].reads_rows
 
 
 def operands_of(layer: LinearLayer, tensors: Mapping[str, Tensor | None]) -> Operands:
-    """What layers like ``layer`` multiply with, whose parameters, by name, are ``tensors``."""
+    """The operands of layers of the kind of ``layer`` whose parameters are ``tensors``, by name."""
     own = _own_operands(layer, tensors)
     is_summed = layer.shard is not None and layer.shard.style == "row"
     return SummedOperands(own, layer.shard) if is_summed else own  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""``Siblings``: layers that read one input, in a module that is called as it is: the first call computes them all.
+"""``Siblings``: layers that read the same input, in a module that isn't fused: the first one called computes them all.
 
-The module's code calls one after the other, with the same tensor. What the first one computes for the others is kept
-until they are called. Layers that are called in another way than when they were found compute by themselves from then
+The module's code calls one layer after the other with the same tensor. The first call keeps the others' outputs until
+they are called. If the layers are called in another way than when they were found, each computes by itself from then
 on.
 """
 
@@ -21,7 +21,7 @@ from qgemm.ops.direct import in_forward_mode
 
 
 class _Made(NamedTuple):
-    """What was computed of ``x`` as it was at ``version``, and waits for a layer, by its place."""
+    """Outputs computed from ``x`` as it was at ``version`` that wait for their layers, by the layer's place."""
 
     x: Tensor
     version: int
@@ -29,17 +29,17 @@ class _Made(NamedTuple):
 
 
 class Siblings:
-    """``layers``, computed by one product, whose columns wait for their layer."""
+    """``layers``, computed by one product; each layer's columns wait until it is called."""
 
     def __init__(self, layers: Sequence[LinearLayer]) -> None:
-        """Merges the weights. Raises ``ValueError`` if they can't be."""
+        """Merges the weights. Raises ``ValueError`` if that isn't possible."""
         self.merged = MergedWeights(layers)
         self._sizes = [layer.out_features for layer in layers]
         self._in_turn = True
         self._made: _Made | None = None
 
     def output(self, place: int, x: Tensor) -> Tensor | None:
-        """That of layer ``place``; None if it must compute by itself."""
+        """The output of layer ``place``; None if it must compute by itself."""
         version, made = 0 if x.is_inference() else x._version, self._made
         if made is not None:
             out = made.waiting.pop(place, None) if made.x is x and made.version == version else None
@@ -51,19 +51,19 @@ class Siblings:
         operands = self.merged.operands() if self._in_turn else None
         if operands is None:
             return None
-        # As they would be: the module's code may ask for another view.
+        # Contiguous, as separate layers' outputs would be: the module's code may take other views of them.
         parts: list[Tensor] = [part.contiguous() for part in operands.product(x, x.dtype).split(self._sizes, dim=-1)]
-        # In one assignment, since another thread may call them too.
+        # In one assignment, because another thread may call the layers too.
         self._made = _Made(x, version, {i: part for i, part in enumerate(parts) if i != place})
         return parts[place]
 
     def have_gradients(self) -> bool:
-        """Whether a parameter of a layer is trained: what the product reads has no gradient."""
+        """Whether a parameter of a layer is trained: operands have no gradient."""
         layers = self.merged.layers
         return any(own is not None and own.requires_grad for layer in layers for own in layer._parameters.values())
 
     def forget(self) -> None:
-        """Keeps nothing for anybody."""
+        """Drops the outputs that are waiting."""
         self._made = None
 
 
@@ -80,7 +80,7 @@ class FusedSibling:
         return forward
 
     def separate(self) -> None:
-        """Gives all of them memory of their own again."""
+        """Gives all siblings memory of their own again."""
         self.siblings.forget()
         self.siblings.merged.separate()
 
@@ -94,7 +94,7 @@ class FusedSibling:
 
 
 def forward(self: Any, x: Any) -> Any:
-    """The ``forward`` of a layer with siblings, called as the class's own."""
+    """The ``forward`` of a layer with siblings, with the arguments of the class's own."""
     fused = fused_of(self)
     out = fused(x) if isinstance(fused, FusedSibling) else None
     return type(self).forward(self, x) if out is None else out

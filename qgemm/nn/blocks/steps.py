@@ -1,4 +1,4 @@
-"""What lies between the products of a layer, on rows that are quantized once for all of their readers."""
+"""What a layer computes between its products; rows are quantized once for all products that read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qgemm.ops.rows import activation_quantize
 
 @dataclass(frozen=True, eq=False)
 class NormStep:
-    """A norm of a layer: the module, and what it computes; ``norm`` is None where that is unknown."""
+    """A norm of a layer: its module, and what it computes; ``norm`` is None where that is unknown."""
 
     module: nn.Module
     norm: Norm | None
@@ -33,18 +33,18 @@ class NormStep:
 
 
 def quantize(x: Tensor, operands: Operands) -> QuantizedRows:
-    """``x [..., K]`` as rows for a product of ``operands``."""
+    """Quantizes ``x [..., K]`` to rows for a product of ``operands``."""
     return QuantizedRows(*torch.ops.qgemm.quantize_rows(x, operands.input_scale, None, operands.dtype))
 
 
 def normalize(x: Tensor, step: NormStep | None) -> Tensor:
-    """``norm(x)``, or ``x`` without one."""
+    """``norm(x)``, or ``x`` if there is no norm."""
     normed: Tensor = x if step is None else step.module(x)
     return normed
 
 
 def read(x: Tensor, step: NormStep | None, operands: tuple[Operands, ...]) -> Input:
-    """What a branch reads: ``norm(x)``, quantized for one that begins with a product of rows."""
+    """The input of a branch: ``norm(x)``, quantized if its first product reads quantized rows."""
     vectors = None if step is None else step.vectors(x)
     if vectors is None:
         return normalize(x, step)
@@ -58,7 +58,7 @@ def read(x: Tensor, step: NormStep | None, operands: tuple[Operands, ...]) -> In
 def add_and_read(
     x: Tensor, residual: Tensor, out_step: NormStep | None, step: NormStep | None, operands: tuple[Operands, ...]
 ) -> tuple[Tensor, Input]:
-    """``total = residual + out_norm(x)``, and what the next branch reads of ``total``: ``norm(total)``, as ``read``."""
+    """``total = residual + out_norm(x)``, and the next branch's input, ``norm(total)``, as in ``read``."""
     before, after = (None if each is None else each.vectors(x) for each in (out_step, step))
     unknown = (out_step is not None and before is None) or (step is not None and after is None)
     norms = {each.norm for each in (out_step, step) if each is not None}
@@ -86,9 +86,9 @@ def add(x: Tensor, residual: Tensor, out_step: NormStep | None) -> Tensor:
 
 
 def activate(h: Tensor, activation: Callable[[Tensor], Tensor], name: str, gated: bool, operands: Operands) -> Input:
-    """``act(gate) * up`` of ``h [..., 2I]``, or ``act(h)``, for a product of ``operands``.
+    """``act(gate) * up`` of ``h [..., 2I]``, or ``act(h)``, as input for a product of ``operands``.
 
-    In one kernel if ``name`` says which activation it is.
+    It takes one kernel if ``name`` says which activation it is.
     """
     if name and operands.reads_rows:
         return QuantizedRows(*activation_quantize(h, name, gated, operands.input_scale, operands.dtype))
