@@ -1,6 +1,6 @@
 """``QuantMultiheadAttention``: ``nn.MultiheadAttention`` whose projections are separate, quantizable layers.
 
-Each head computes ``out_proj(softmax(q @ k.T / sqrt(head_dim) + mask) @ v)``, with ``q, k, v = in_proj(x)``. PyTorch's
+``out_proj(softmax(q @ k.T / sqrt(head_dim) + mask) @ v)`` for each head, with ``q, k, v = in_proj(x)``. PyTorch's
 module holds the weights of queries, keys and values as parameters and hands them to functions. ``opened_attention``
 turns it into a module whose projections are ``nn.Linear``s that hold the same parameters. Then everything that handles
 linear layers (surveys, calibration, methods, checkpoints) handles these by name. The change is in place, so that hooks,
@@ -319,8 +319,7 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 def _close(
     attention: Any, bias: nn.Parameter | None = None, out_proj: type[nn.Module] = NonDynamicallyQuantizableLinear
 ) -> None:
-    """Closes one. ``bias``: its former ``in_proj_bias``; if None, its layers' biases. ``out_proj``: the class of that.
-    """
+    """Closes one. ``bias``: its former ``in_proj_bias``; None takes its layers' biases. ``out_proj``: that class."""
     own = attention.in_proj_bias if bias is None else bias
     attention.__class__ = nn.MultiheadAttention
     layers: dict[str, Any] = dict(attention._modules)

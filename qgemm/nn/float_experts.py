@@ -1,10 +1,10 @@
-"""``describe_experts``: how a float module of fused experts holds its weights, and what it computes with them.
+"""``describe_experts``: how a float module of fused experts stores its weights and what it computes.
 
-Since version 5, transformers holds all experts of a layer in one module with three-dimensional parameters. Most of its
-models say how in attributes that a decorator (``use_experts_implementation``) sets: whether there is a gate, whether
-weights are transposed, whether gates and ups alternate, whether there are biases. Llama 4 has its own layout, known by
-name here. What lies between the two products is code, so it is asked for its values and compared with those of
-``GatedActivation``: experts with any other activation aren't understood.
+Since version 5, transformers stores all experts of a layer in one module with three-dimensional parameters. Most of its
+models describe the layout in attributes that a decorator (``use_experts_implementation``) sets: whether there is a
+gate, whether weights are transposed, whether gates and ups alternate, whether there are biases. Llama 4 has its own
+layout, which is recognized by name. The code between the two products can't be read, so it is run and its values are
+compared with ``GatedActivation``'s: experts with any other activation aren't recognized.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from torch import Tensor, nn
 from qgemm.kernels.activations import ACTIVATIONS, GatedActivation
 
 _SORTED_ROWS = {("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")}
-# GPT-OSS's, which is also what "quick_gelu" is.
+# GPT-OSS's; 1.702 is also what "quick_gelu" uses.
 _KNOWN_ALPHAS = (1.0, 1.702)
 
 
 class UnknownExperts(TypeError):
-    """A module of experts that ``QuantExperts`` can't stand for; the text says why, as a reason in a report."""
+    """A module of experts that ``QuantExperts`` can't replace; the text is the reason for a report."""
 
 
 @dataclass(frozen=True)
 class FloatExperts:
-    """What a float module of experts is.
+    """The layout and the computation of a float module of experts.
 
-    - ``parameters``: its parameters, by the names that ``QuantExperts`` has for them.
-    - ``is_transposed``: weights are ``[E, K, N]``, not ``[E, N, K]``.
-    - ``is_interleaved``: the first product's columns are gate 0, up 0, gate 1, ..., not all gates before all ups.
-    - ``takes_sorted_rows``: it is called with as many rows for each expert, in order, and not with a routing.
+    - ``parameters``: its parameters' names, by ``QuantExperts``' names for them.
+    - ``is_transposed``: weights are ``[E, K, N]`` instead of ``[E, N, K]``.
+    - ``is_interleaved``: the first product's columns are gate 0, up 0, gate 1, ..., instead of all gates before all
+      ups.
+    - ``takes_sorted_rows``: it is called with equally many rows for each expert, in order, instead of with a routing.
     """
 
     num_experts: int
@@ -54,20 +55,20 @@ class FloatExperts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FloatExperts:
-        """What ``dataclasses.asdict`` gave."""
+        """Reads what ``dataclasses.asdict`` gave."""
         return cls(**{**values, "activation": GatedActivation(**values["activation"])})
 
     def rows_of(self, name: str, weight: Tensor, expert: int) -> Tensor:
-        """One expert's ``[N, K]`` of the float ``weight`` that ``QuantExperts`` calls ``name``, contiguous."""
+        """One expert's contiguous ``[N, K]`` from the float ``weight`` that ``QuantExperts`` calls ``name``."""
         rows = weight[expert].t() if self.is_transposed else weight[expert]
         return (gates_first(rows, 0) if self._alternates(name) else rows).contiguous()
 
     def bias_of(self, name: str, bias: Tensor) -> Tensor:
-        """The float ``bias [E, N]`` that ``QuantExperts`` calls ``name`` in its order of columns."""
+        """The float ``bias [E, N]`` that ``QuantExperts`` calls ``name``, in the order of its columns."""
         return gates_first(bias, 1) if self._alternates(name) else bias
 
     def restore(self, name: str, tensor: Tensor) -> Tensor:
-        """A weight or bias in the order of ``QuantExperts`` as the float module holds it."""
+        """Converts a weight or bias from the order of ``QuantExperts`` to that of the float module."""
         if self._alternates(name):
             tensor = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)
         return tensor.transpose(1, 2).contiguous() if tensor.ndim == 3 and self.is_transposed else tensor
@@ -77,15 +78,15 @@ class FloatExperts:
 
 
 def gates_first(tensor: Tensor, dim: int) -> Tensor:
-    """``tensor``, in which gates and ups alternate along ``dim``, with all gates before all ups."""
+    """Reorders gates and ups, which alternate along ``dim``, to all gates before all ups."""
     gates, ups = (tensor[(slice(None),) * dim + (slice(start, None, 2),)] for start in (0, 1))
     return torch.cat((gates, ups), dim=dim)
 
 
 def describe_experts(module: nn.Module) -> FloatExperts:
-    """How ``module`` holds its experts; raises ``UnknownExperts`` if it isn't one that ``QuantExperts`` can replace.
+    """How ``module`` stores its experts; raises ``UnknownExperts`` if ``QuantExperts`` can't replace it.
 
-    Only shapes and dtypes of parameters are looked at: they may be on meta.
+    It reads only shapes and dtypes of parameters, which may be on meta.
     """
     if not isinstance(module, nn.Module):
         raise UnknownExperts(f"it is a {type(module).__name__}, not a module")
@@ -120,7 +121,7 @@ def describe_experts(module: nn.Module) -> FloatExperts:
 
 
 def _is_dispatched(module: nn.Module) -> bool:
-    # The decorator's own forward, which goes by the attributes. A subclass with another one may compute anything.
+    # The decorator's own forward, which follows the attributes. A subclass with another one may compute anything.
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and "experts_interface" in code.co_freevars
 
@@ -136,7 +137,7 @@ def _check_parameters(module: nn.Module, parameters: dict[str, str]) -> None:
 
 
 def _shape(module: nn.Module, name: str, is_transposed: bool) -> tuple[int, int, int]:
-    """``(E, N, K)`` of a weight; its bias, if there is one, must fit."""
+    """``(E, N, K)`` of a weight; its bias, if any, must fit."""
     weight = module.get_parameter(name)
     if weight.ndim != 3:
         raise UnknownExperts(f"its {name} has shape {list(weight.shape)}, not three dimensions")
@@ -169,10 +170,10 @@ def _gate_function(module: nn.Module, has_gate: bool) -> Callable[[Tensor], Tens
 def _find_activation(
     function: Callable[[Tensor], Tensor], has_gate: bool, is_interleaved: bool, module: nn.Module
 ) -> GatedActivation | None:
-    """The activation that gives what ``function`` gives, beyond its limits too; None if there is none."""
+    """The activation that gives the same values as ``function``, also beyond its limits; None if there is none."""
     limits, alphas = _numbers(module, "limit"), _numbers(module, "alpha")
     reach = 2 * max(12.0, *limits, 0.0)
-    # As the default dtype may be bfloat16, and the default device meta, while transformers loads a model.
+    # Explicit, because while transformers loads a model the default dtype may be bfloat16 and the default device meta.
     options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     gate = torch.linspace(-reach, reach, 481, **options).expand(5, -1)
     up = torch.tensor([-reach, -1.3, 0.4, 1.0, reach], **options)[:, None].expand(gate.shape)
@@ -180,7 +181,7 @@ def _find_activation(
     h = (torch.stack((gate, up), dim=-1).flatten(1) if is_interleaved else halves) if has_gate else gate
     try:
         wanted = function(h.clone())
-    except Exception:  # somebody's code, which may want anything
+    except Exception:  # third-party code, which may raise anything
         return None
     if not isinstance(wanted, Tensor) or wanted.shape != gate.shape:
         return None
@@ -196,7 +197,7 @@ def _numbers(module: nn.Module, kind: str) -> list[float]:
 
 
 def _candidates(gated: bool, limits: list[float], alphas: list[float]) -> Iterator[GatedActivation]:
-    """The simplest first."""
+    """Candidates, the simplest first."""
     offsets = (0.0, 1.0) if gated else (0.0,)
     for limit, up_offset, name in product((None, *limits), offsets, ACTIVATIONS):
         for alpha in (*_KNOWN_ALPHAS, *alphas) if name == "silu" else (1.0,):

@@ -1,7 +1,7 @@
-"""``LinearLayer``: what every quantized linear layer has in common: how it is made of a float layer, and back.
+"""``LinearLayer``: what all quantized linear layers share: conversion from a float layer, and back.
 
-Each kind computes one family of schemes, and says how the rows of a weight become its parameters and what float values
-those stand for.
+Each class computes one family of schemes, and defines how rows of a weight become its parameters and which float values
+these stand for.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ NOT_FINITE = "weight holds NaN or Inf, which can't be quantized: repair the chec
 class LinearLayer(QuantLayer):
     """A quantized ``nn.Linear``: float ``[..., in_features]`` to ``[..., out_features]``.
 
-    - ``row_names``: its parameters that have a row for each row of the weight, which ``convert_rows`` makes.
-    - ``shared_names``: its parameters that say something of the input or of all rows, so that layers that are computed
-      by one product must agree in them.
-    - ``whole_names``: those that the weight as a whole determines, which ``start_rows`` makes.
+    - ``row_names``: its parameters with a row for each row of the weight, which ``convert_rows`` makes.
+    - ``shared_names``: its parameters that describe the input or all rows; layers that one product computes must have
+      equal ones.
+    - ``whole_names``: those that depend on the weight as a whole, which ``start_rows`` makes.
     - ``default_scheme``: the name of the scheme of a layer that is made without one.
-    - ``rows_in_step``: how many rows of the weight share a row of some parameter; ``columns_in_step``: how many of its
-      columns share one.
-    - ``column_names``: its parameters that have columns for columns of the weight.
+    - ``rows_in_step``: how many rows of the weight share a row of some parameter; ``columns_in_step``: how many columns
+      share one.
+    - ``column_names``: its parameters with columns for the weight's columns.
     - ``folds_bias``: whether ``bias`` depends on the weight, so that it differs from the float layer's.
     - ``bias``: ``[out_features]``, or None. ``has_bias``: whether the float layer has one.
     """
@@ -67,12 +67,12 @@ class LinearLayer(QuantLayer):
         dtype: torch.dtype | None = None,
         scheme: str | QuantScheme | None = None,
     ) -> None:
-        """A layer that waits for a ``state_dict``. ``dtype``: of what stays in float; PyTorch's default dtype if None.
+        """Makes a layer that waits for a ``state_dict``. ``dtype``: of what stays in float; None is PyTorch's default.
 
         ``bias``: whether the float layer has one. ``scheme``: a name from ``SCHEMES``, or a scheme; None takes
-        ``default_scheme``. Raises ``ValueError`` for one that it doesn't compute, sizes that aren't whole
-        numbers, 0 or more, a ``dtype`` that no layer computes with, and ``in_features`` above what int32 sums hold;
-        ``TypeError`` for a scheme that is none.
+        ``default_scheme``. Raises ``ValueError`` for a scheme that this class doesn't compute, for sizes that aren't
+        whole numbers of at least 0, for a ``dtype`` that no layer computes with, and for ``in_features`` above what
+        int32 sums hold; ``TypeError`` if ``scheme`` isn't a scheme.
         """
         super().__init__()
         check_sizes(in_features=in_features, out_features=out_features)
@@ -98,7 +98,7 @@ class LinearLayer(QuantLayer):
         """Sets every parameter: quantized values of 0, scales of NaN, and the bias before them."""
 
     def empty_bias(self, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Parameter | None:
-        """A bias of zeros; float32 in a layer that changes it, and there also if the float layer has none."""
+        """A bias of zeros; in a class that folds into the bias it is float32, even if the float layer has none."""
         if not (self.has_bias or self.folds_bias):
             return None
         dtype = torch.float32 if self.folds_bias else dtype
@@ -107,7 +107,7 @@ class LinearLayer(QuantLayer):
     @classmethod
     @abstractmethod
     def computes(cls, scheme: QuantScheme) -> bool:
-        """Whether this is the kind of layer for ``scheme``."""
+        """Whether this class computes ``scheme``."""
 
     @abstractmethod
     def compute(self, x: Tensor) -> Tensor:
@@ -115,34 +115,34 @@ class LinearLayer(QuantLayer):
 
     @property
     def needs_amax(self) -> bool:
-        """Whether rows are rounded by the largest magnitude of the whole weight."""
+        """Whether rounding a row needs the largest magnitude of the whole weight."""
         return False
 
     def start_rows(self, device: torch.device, amax: Tensor | None) -> None:
-        """Sets ``whole_names``, on ``device``, before rows are converted. ``amax``: if it ``needs_amax``."""
+        """Sets ``whole_names``, on ``device``, before rows are converted. ``amax``: given if ``needs_amax``."""
 
     @abstractmethod
     def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """``(values, scale)`` of float rows ``[n, K]``, rounded to nearest: what ``store_rows`` takes.
+        """``(values, scale)`` of float rows ``[n, K]``, rounded to nearest, as ``store_rows`` accepts them.
 
-        And zero points, for an asymmetric weight.
+        For an asymmetric weight, zero points come third.
 
         A row with NaN or Inf has a scale that isn't finite.
         """
 
     @abstractmethod
     def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
-        """Those of the parameters called ``row_names`` that hold quantized rows ``[n, K]`` and their scales."""
+        """The parameters, by ``row_names``, that hold quantized rows ``[n, K]`` and their scales."""
 
     @abstractmethod
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The float rows ``[n, K]`` that ``parameters``, by ``row_names``, stand for; float32 or float64."""
+        """The float rows ``[n, K]`` that ``parameters``, by ``row_names``, stand for, in float32 or float64."""
 
     def check_weight(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> None:
-        """Raises ``ValueError`` unless these are a weight of this size: values of the scheme's format, scales above 0.
+        """Raises ``ValueError`` unless this is a weight of the layer's size and format, with scales above 0.
 
-        ``values``: ``[N, K]``; ``scale``: float32 ``[N]``, or ``[N, groups]`` for a scheme of groups; ``zero_point``:
-        int8 of its shape, for an asymmetric weight.
+        ``values``: ``[N, K]``; ``scale``: float32 ``[N]``, or ``[N, groups]`` for a scheme with groups; ``zero_point``:
+        int8 in the shape of ``scale``, for an asymmetric weight.
         """
         form, size = self.scheme.weight.format, self.scheme.weight.group_size
         shape = [self.out_features, self.in_features]
@@ -177,16 +177,16 @@ class LinearLayer(QuantLayer):
         return {**self.store_rows(values, scale, *zero_point), **self.keep_rows(weight)}
 
     def rows_from(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Those rows of the parameters called ``row_names`` that belong to some rows of the weight.
+        """The rows of the parameters in ``row_names`` that belong to rows ``start`` to ``stop`` of the weight.
 
         ``start`` must be a multiple of ``rows_in_step``.
         """
         return {name: self.stored(name).detach()[start:stop] for name in self.row_names}
 
     def take_weight(self, source: Tensor, decided: tuple[Tensor, ...] | None = None) -> None:
-        """Sets, on its device, what holds the weight to float ``source [N, K]``; raises ``ValueError`` for NaN or Inf.
+        """Sets the weight, on its device, from float ``source [N, K]``; raises ``ValueError`` for NaN or Inf.
 
-        ``decided``: what a method has made of it, as ``from_linear`` takes it; None rounds to nearest.
+        ``decided``: the weight that a method has rounded, as ``from_linear`` accepts it; None rounds to nearest.
         """
         if decided is None:
             self.start_rows(source.device, largest(source) if self.needs_amax else None)
@@ -199,7 +199,7 @@ class LinearLayer(QuantLayer):
             setattr(self, name, frozen(value))
 
     def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
-        """The others of ``row_names``, which hold part of the float rows ``[n, K]``; most layers have none."""
+        """The other parameters in ``row_names``, which hold part of float rows ``[n, K]``; most layers have none."""
         return {}
 
     @classmethod
@@ -212,19 +212,19 @@ class LinearLayer(QuantLayer):
         weight: tuple[Tensor, ...] | None = None,
         outlier_columns: Tensor | None = None,
     ) -> Linear:
-        """A layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
+        """Makes a layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
 
         - ``input_scale``: the activation's scale, for a static scheme; with its zero point for an asymmetric one.
-        - ``weight``: quantized values and their scales, rounded by a method such as GPTQ: ``[out_features,
-          in_features]`` of the format's ``storage``, and float32 ``[out_features]``, or ``[out_features, groups]`` for
-          a scheme with groups; then int8 zero points of the scales' shape, for an asymmetric weight. For a rotated
-          layer they are those of the rotated weight, for an ordered one those of its columns in their order. None
-          rounds to nearest.
-        - ``outlier_columns``: int64, ascending, for a scheme that keeps columns in float: which.
+        - ``weight``: quantized values and their scales, rounded by a method such as GPTQ:
+          ``[out_features, in_features]`` of the format's ``storage``, and float32 ``[out_features]``, or
+          ``[out_features, groups]`` for a scheme with groups; for an asymmetric weight, followed by int8 zero points of
+          the scales' shape. For a rotated layer this is the rotated weight; for an ordered one, its columns are in
+          their stored order. None rounds to nearest.
+        - ``outlier_columns``: int64, ascending: the columns to keep in float, for a scheme that keeps some.
 
-        Raises ``ValueError`` if the weight holds NaN or Inf, if ``weight`` isn't one for this layer, or if
-        ``input_scale`` or ``outlier_columns`` doesn't go with ``scheme``; ``TypeError`` if ``linear`` isn't a linear
-        layer. ``linear`` is unchanged; the bias is shared.
+        Raises ``ValueError`` if the weight holds NaN or Inf, if ``weight`` doesn't fit this layer, or if
+        ``input_scale`` or ``outlier_columns`` doesn't fit ``scheme``; ``TypeError`` if ``linear`` isn't a linear layer.
+        ``linear`` is unchanged; the two share the bias.
         """
         if not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
             kind = type(linear).__name__
@@ -249,8 +249,9 @@ class LinearLayer(QuantLayer):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype.
 
-        Under autocast the output has autocast's dtype, as with ``nn.Linear``. A jagged nested tensor returns one with
-        rows of the same lengths. The argument is called ``input`` as in ``nn.Linear``, for models that pass it by name.
+        Under autocast the output has autocast's dtype, as with ``nn.Linear``. For a jagged nested tensor it returns one
+        with rows of the same lengths. The argument is called ``input``, as in ``nn.Linear``, for models that pass it by
+        name.
         """
         if type(input) is not Tensor:
             if isinstance(input, Proxy):
@@ -261,29 +262,29 @@ class LinearLayer(QuantLayer):
         return self.compute(input) if self.shard is None else self.compute_shard(input, self.shard)
 
     def compute_shard(self, x: Tensor, shard: Shard) -> Tensor:
-        """The result of ``forward`` for a plain tensor, with the other processes."""
+        """The result of ``forward`` for a plain tensor, together with the other processes."""
         return shard.leave(self.compute(shard.enter(x)))
 
     @property
     def columns_in_step(self) -> int:
-        """See above."""
+        """How many columns of the weight share a column of some parameter."""
         return 1
 
     @property
     def whole_in_features(self) -> int:
-        """``in_features`` of the layer that this may be a shard of."""
+        """``in_features`` of the whole layer, if this is a shard of one."""
         is_part = self.shard is not None and self.shard.style == "row"
         return self.in_features * self.shard.size if is_part else self.in_features  # type: ignore[union-attr]
 
     def splits(self, style: Style, parts: int = 1) -> dict[str, Split]:
-        """Rows, with the bias, or columns."""
+        """Splits rows, with the bias, or columns."""
         is_column = style == "column"
         names = (*self.row_names, "bias") if is_column else self.column_names
         split = Split(0, parts) if is_column else Split(1)
         return {name: split for name in names if self.stored(name) is not None}
 
     def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
-        """If parts aren't whole groups of what shares a scale or a word."""
+        """Says so if parts wouldn't be whole groups of columns or rows that share a scale or a word."""
         if style == "expert":
             return "it is no mixture of experts"
         if style == "column":
@@ -296,7 +297,7 @@ class LinearLayer(QuantLayer):
         return f"its {length} {what} aren't a multiple of {size * parts * step}{blocks}"
 
     def take_shard(self, shard: Shard) -> None:
-        """In row parallelism, one process alone adds the bias."""
+        """As in ``QuantLayer``; in row parallelism, only one process adds the bias."""
         super().take_shard(shard)
         if shard.style == "column":
             self.out_features //= shard.size
@@ -321,7 +322,7 @@ class LinearLayer(QuantLayer):
             raise ValueError(f"scheme {self.scheme.name!r} keeps no columns in float, so it takes no outlier_columns")
 
     def take_bias(self, bias: Tensor | None) -> None:
-        """Sets the bias, once the weight is there, to that of the float layer."""
+        """Sets the bias, after the weight, to that of the float layer."""
         if bias is not None:
             self.bias = frozen(narrowed(bias))
 
@@ -330,7 +331,7 @@ class LinearLayer(QuantLayer):
         return self.bias
 
     def dequantize(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """The equivalent float layer in ``dtype``, by default the bias's, or float32. Shards raise ``ValueError``."""
+        """The equivalent float layer in ``dtype``, by default the bias's, or float32. A shard raises ``ValueError``."""
         self.check_is_whole()
         bias = self.float_bias()
         dtype = dtype or (torch.float32 if bias is None else bias.dtype)
@@ -353,9 +354,9 @@ class LinearLayer(QuantLayer):
 def parse_input_scale(
     value: InputScale, scheme: QuantScheme, device: torch.device | None = None, name: str = "input_scale"
 ) -> tuple[Tensor, Tensor]:
-    """The scale, float32, and the zero point, int8, on ``device``, of what a static ``scheme`` is given.
+    """The scale (float32) and the zero point (int8), on ``device``, in the ``value`` for a static ``scheme``.
 
-    Raises ``ValueError`` and ``TypeError``, of what is called ``name``, for a value that doesn't go with the scheme.
+    Raises ``ValueError`` and ``TypeError``, which call it ``name``, for a value that doesn't fit the scheme.
     """
     parts = list(value) if isinstance(value, tuple | list) else [value]
     if isinstance(value, tuple | list) != scheme.has_zero_point or len(parts) != 1 + scheme.has_zero_point:
@@ -380,10 +381,10 @@ def parse_input_scale(
 
 
 def largest(values: Tensor) -> Tensor:
-    """The largest magnitude of ``values``; 1 if there are none."""
+    """The largest magnitude of ``values``; 1 if there are no values."""
     if not values.numel():
         return values.new_ones(())
-    low, high = values.aminmax()  # without a copy, as of magnitudes
+    low, high = values.aminmax()  # needs no copy, as abs() would
     return torch.maximum(high, -low)
 
 
@@ -394,5 +395,5 @@ def linear_weight(linear: nn.Module) -> Tensor:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' ``Conv1D``, a linear layer; a class of somebody else may be called alike."""
+    """Whether ``module`` is transformers' ``Conv1D``, a linear layer; other classes may have that name."""
     return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")

@@ -1,9 +1,9 @@
 """``OutlierLinear``: an int8 linear layer that keeps a few columns of its input in 16 bits.
 
 ``y = int8(x_rest @ weight.T) + x[:, columns] @ outlier_weight.T + bias``, where ``x_rest`` is ``x`` with zeros in
-``columns``. It is the decomposition of LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339): in large models a few
-channels of the activations are far larger than all others, and the scale of a row that has to hold them leaves nothing
-of the rest. There the columns are found for every input as it comes; here they are fixed, found in calibration.
+``columns``. This is the decomposition of LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339): in large models a few
+channels of the activations are far larger than all others, and a row's scale that covers them leaves no precision for
+the rest. LLM.int8() finds the columns anew for every input; here they are fixed, found in calibration.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Layer = TypeVar("Layer", bound="OutlierLinear")
 class OutlierLinear(QuantLinear):
     """``QuantLinear`` plus a float product of a few columns. Parameters that differ, for ``c`` columns:
 
-    - ``weight``: has zeros in those columns; its scales are computed without them.
+    - ``weight``: has zeros in those columns; the scales are computed without them.
     - ``outlier_columns``: int64 ``[c]``, ascending.
     - ``outlier_weight``: those columns of the float weight, ``[out_features, c]`` in ``dtype``.
 
-    Both products are sums in float32 or int32. The first is rounded to the dtype of ``x``, as is the sum of the two.
+    Both products are summed in float32 or int32. The first is rounded to the dtype of ``x``, as is the sum of the two.
     """
 
     default_scheme = "int8-outliers-16"
@@ -58,20 +58,20 @@ class OutlierLinear(QuantLinear):
 
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
-        """Whether activations have columns that are kept out of int8."""
+        """Whether activations have columns that stay in 16 bits."""
         return scheme.weight.format is INT8 and scheme.outlier_columns > 0
 
     def problem_with(self, name: str, value: Tensor) -> str:
-        """As ``QuantLayer``; columns must be ones of the weight, ascending."""
+        """As in ``QuantLayer``; columns must be columns of the weight, in ascending order."""
         if name == "outlier_columns" and value.numel():
-            # All of them, since the difference of numbers beyond any column wraps around.
+            # All are checked, because the difference of numbers beyond any column wraps around.
             is_within = bool(((value >= 0) & (value < self.whole_in_features)).all())
             if not (is_within and bool((value.diff() > 0).all())):
                 return f"must be ascending columns of a weight that has {self.whole_in_features}"
         return super().problem_with(name, value)
 
     def take_outlier_columns(self, columns: Tensor | None, device: torch.device) -> None:
-        """Sets ``outlier_columns``. Raises ``ValueError`` unless they are as many as the scheme keeps, ascending."""
+        """Sets ``outlier_columns``. Raises ``ValueError`` unless they are ascending and as many as the scheme keeps."""
         if columns is None:
             raise ValueError(f"scheme {self.scheme.name!r} needs outlier_columns, which are found in calibration")
         if columns.dtype != torch.int64 or columns.shape != self.outlier_columns.shape:
@@ -89,7 +89,7 @@ class OutlierLinear(QuantLinear):
         return {"outlier_weight": narrowed(kept)}
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """As ``QuantLinear``, with zeros in the outlier columns."""
+        """As in ``QuantLinear``, with zeros in the outlier columns."""
         return super().round_rows(weight.index_fill(1, self.outlier_columns, 0))
 
     def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
@@ -102,25 +102,26 @@ class OutlierLinear(QuantLinear):
         return rows.index_copy(1, self.outlier_columns, parameters["outlier_weight"].to(dtype))
 
     def compute(self, x: Tensor) -> Tensor:
-        """Both products, added up."""
+        """The sum of both products."""
         check_input(x, self.in_features)
         if x.device != self.weight_scale.device:
-            return super().compute(x)  # which says what is wrong
+            return super().compute(x)  # raises the error
         x = to_autocast_dtype(x)
         columns, weight = self._own_columns()
         rest = x.index_fill(-1, columns, 0)
         out = self.product(rest)
         outliers = x.index_select(-1, columns)
-        with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # not for meta
-            count = math.prod(x.shape[:-1])  # since either may have no columns
+        with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # autocast doesn't know the meta device
+            count = math.prod(x.shape[:-1])  # not -1 in a view, because either may have no columns
             rest_rows, rows = out.reshape(count, self.out_features), outliers.reshape(count, outliers.shape[-1])
             both = torch.addmm(rest_rows, rows, weight.t().to(x.dtype))
         return both.view(out.shape)
 
     def _own_columns(self) -> tuple[Tensor, Tensor]:
-        """The outlier columns and their weights; of a shard in row parallelism, those among its own columns.
+        """The outlier columns and their weights; of a row-parallel shard, only those among its own columns.
 
-        Its parameters are those of all processes, since one may have more of the columns than another.
+        A shard keeps the parameters of the whole layer, because processes may have different numbers of outlier
+        columns.
         """
         if self._of_shard is None:
             return self.outlier_columns, self.outlier_weight
@@ -128,17 +129,17 @@ class OutlierLinear(QuantLinear):
         return columns, self.outlier_weight.detach()[:, start:stop]
 
     def take_shard(self, shard: Shard) -> None:
-        """As ``LinearLayer``."""
+        """As in ``LinearLayer``."""
         super().take_shard(shard)
         self._find_own_columns()
 
     def _find_own_columns(self) -> None:
-        """Once, not in each call, in which the host would wait for a GPU to say how many there are."""
+        """Done once; in each call it would make the host wait for the GPU, for the number of columns."""
         if self.shard is None or self.shard.style != "row" or self.outlier_columns.is_meta:
             self._of_shard = None
             return
         columns = self.outlier_columns.detach() - self.shard.rank * self.in_features
-        start, stop = (int((columns < end).sum()) for end in (0, self.in_features))  # they are ascending
+        start, stop = (int((columns < end).sum()) for end in (0, self.in_features))  # the columns are ascending
         self._of_shard = columns[start:stop], start, stop
 
     def _apply(self: Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:

@@ -1,11 +1,11 @@
-"""``Shard``: the part of a layer that one of several processes has, and what the processes tell one another.
+"""``Shard``: the part of a layer that one of several processes holds, and the communication between them.
 
-A layer in column parallelism has some rows of its weight, and so some of the outputs. One in row parallelism has some
-columns: it multiplies its part of the input, and the products of all processes are added up. A mixture's experts are
-cut in either way inside of each expert, or one process has some experts whole (expert parallelism).
+In column parallelism a layer has some rows of the weight, and so some of the outputs. In row parallelism it has some
+columns: it multiplies its part of the input, and the products of all processes are summed. A mixture's experts are
+split in either way inside each expert, or a process has some experts whole (expert parallelism).
 
-A shard is a layer of its own: smaller, with plain parameters, so that kernels, fused blocks and CUDA graphs see nothing
-else. Between processes there is one sum, on the current stream, for each layer in row parallelism or mixture.
+A shard is a layer of its own: smaller, with plain parameters, so that kernels, fused blocks and CUDA graphs need no
+special case. Between processes there is one sum, on the current stream, for each row-parallel layer or mixture.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Style = Literal["column", "row", "expert"]
 
 
 class Split(NamedTuple):
-    """How a parameter is cut: along ``dim``, and each of ``parts`` equal parts of it by itself, such as gate and up.
+    """How a parameter is split: along ``dim``, where each of ``parts`` equal parts, such as gate and up, is split
+    alike.
 
-    ``codes``: how many codes of 4 bits a row has that is packed along ``dim``, the last; 0 if none is. ``fill``: the
-    code behind the last one.
+    ``codes``: the number of 4-bit codes in a row that is packed along ``dim``, the last dimension; 0 if it isn't
+    packed. ``fill``: the code that pads a row.
     """
 
     dim: int
@@ -34,21 +35,21 @@ class Split(NamedTuple):
     fill: int = 0
 
     def packs_anew(self, size: int) -> bool:
-        """Whether codes of ``size`` equal parts are in other blocks than those of the whole."""
+        """Whether codes must be repacked, because blocks of ``size`` equal parts differ from those of the whole."""
         return self.codes // size % (2 * HALF) != 0
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What one process has of a layer.
+    """Which part of a layer a process holds.
 
-    - ``style``: ``"column"``, ``"row"`` or ``"expert"``. ``group``: the processes; ``rank``, ``size``: this one's
-      number among them, and how many they are.
-    - ``is_open``: whether the layer's input and output are cut as the style has it: else, in column parallelism, the
-      outputs are gathered, and in row parallelism the input comes whole.
-    - ``shares_scales``: whether, in row parallelism, a row is quantized with the maximum of all of it, as without
-      processes, and not with that of the columns here.
-    - ``parts``: how many layers of one size a layer in column parallelism stands for, such as gate and up.
+    - ``style``: ``"column"``, ``"row"`` or ``"expert"``. ``group``: the processes; ``size``: how many they are;
+      ``rank``: this one's number.
+    - ``is_open``: whether the layer's input or output stays split, as the style has it; otherwise outputs are gathered
+      in column parallelism, and the input comes whole in row parallelism.
+    - ``shares_scales``: whether, in row parallelism, a row is quantized with the maximum of the whole row, as in a
+      single process, instead of the maximum of this process's columns.
+    - ``parts``: how many layers of equal size a column-parallel layer contains, such as gate and up.
     """
 
     style: Style
@@ -60,7 +61,7 @@ class Shard:
     shares_scales: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
-        """A copied layer is of the same group."""
+        """Returns itself: a copied layer belongs to the same group."""
         return self
 
     def part_of(self, whole: Tensor, split: Split) -> Tensor:
@@ -74,8 +75,8 @@ class Shard:
         return torch.cat([part.narrow(split.dim, self.rank * length, length) for part in parts], split.dim)
 
     def whole_of(self, part: Tensor, split: Split) -> Tensor:
-        """The parameter of which each process has a part, cut as ``split`` says of that. All processes call it."""
-        raw = part.detach().contiguous().view(torch.uint8)  # not all libraries send all dtypes
+        """The whole parameter, from each process's part, split as ``split`` says. All processes must call it."""
+        raw = part.detach().contiguous().view(torch.uint8)  # not all communication libraries send all dtypes
         gathered = [torch.empty_like(raw) for _ in range(self.size)]
         distributed.all_gather(gathered, raw, group=self.group)
         if split.packs_anew(1):
@@ -85,19 +86,19 @@ class Shard:
         return torch.cat([piece[i] for i in range(split.parts) for piece in pieces], split.dim)
 
     def enter(self, x: Tensor) -> Tensor:
-        """What this process's part of the layer reads of the input."""
+        """What this process's part of the layer reads from the input."""
         if torch.is_grad_enabled() and x.requires_grad and (self.style != "row" or not self.is_open):
             x = _SumOfGradients.apply(x, self.group)
         return self.own_columns(x) if self.style == "row" and not self.is_open else x
 
     def leave(self, out: Tensor) -> Tensor:
-        """The layer's output, or its part, from what this process has computed."""
+        """The layer's output, or its part, from this process's result."""
         if self.style == "row":
             return self.sum(out)
         return out if self.is_open else self.gather(out)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of what the processes have, in the memory of ``x``."""
+        """The sum over all processes, in the memory of ``x``."""
         if torch.is_grad_enabled() and x.requires_grad:
             total: Tensor = _Sum.apply(x, self.group)
             return total
@@ -105,20 +106,20 @@ class Shard:
         return x
 
     def row_maxima(self, x: Tensor) -> Tensor:
-        """The largest magnitude in each row of what all processes have, ``[..., 1]``."""
+        """The largest magnitude in each row over all processes, ``[..., 1]``."""
         maxima: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True)
         distributed.all_reduce(maxima, op=distributed.ReduceOp.MAX, group=self.group)
         return maxima
 
     def gather(self, x: Tensor) -> Tensor:
-        """The columns ``[..., size * n]`` of which each process has ``[..., n]``."""
+        """The columns ``[..., size * n]``, of which each process has ``[..., n]``."""
         if torch.is_grad_enabled() and x.requires_grad:
             whole: Tensor = _Gather.apply(x, self)
             return whole
         return self._gather(x)
 
     def gather_to_share(self, x: Tensor) -> Tensor:
-        """As ``gather``, for what each process computes something else of."""
+        """As ``gather``, if each process then computes something different from the result."""
         whole = self.gather(x)
         if torch.is_grad_enabled() and whole.requires_grad:
             whole = _SumOfGradients.apply(whole, self.group)
@@ -126,19 +127,19 @@ class Shard:
 
     def _gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self.size * x.numel())
-        # As PyTorch calls it from 2.13 on, where the name before warns.
+        # PyTorch's name since 2.13, which warns about the old one.
         into = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
         into(parts, x.reshape(-1), group=self.group)
         return parts.view(self.size, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], -1)
 
     def own_columns(self, x: Tensor) -> Tensor:
-        """This process's of the columns of ``x``."""
+        """This process's columns of ``x``."""
         length = x.shape[-1] // self.size
         return x.narrow(-1, self.rank * length, length)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over processes, whose gradient all of them have."""
+    """A sum over processes; its gradient is the same in all of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -152,7 +153,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """What all processes read: each has a part of its gradient."""
+    """The identity, for what all processes read: the gradient is the sum of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -167,7 +168,7 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All columns, whose gradient all processes have."""
+    """Gathers all columns; its gradient is the same in all processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: Shard) -> Tensor:

@@ -1,8 +1,8 @@
-"""``QuantLayer``: what every quantized layer has in common, which is how it keeps its values.
+"""``QuantLayer``: what all quantized layers share: how they keep their values.
 
-All state is plain ``nn.Parameter``s, none of which requires a gradient: it survives ``state_dict``, safetensors,
-``deepcopy`` and offloading as it is. Quantized values and float32 scales stay what they are whatever dtype the module
-is moved to; only biases follow. Code around a layer that reads its weight gets a view that refuses to be computed with.
+All state is plain ``nn.Parameter``s that require no gradient: it survives ``state_dict``, safetensors, ``deepcopy`` and
+offloading as it is. Quantized values and float32 scales keep their dtype when the module is converted to another one;
+only biases follow. Code around a layer that reads its weight gets a view that refuses to take part in computations.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Layer = TypeVar("Layer", bound="QuantLayer")
 
 
 class Merged(Protocol):
-    """Whoever has placed parameters of a layer side by side with those of others: ``nn.blocks.MergedWeights``."""
+    """The object that has placed parameters of several layers side by side: ``nn.blocks.MergedWeights``."""
 
     def place(self) -> None:
         """Called when parameters of the layer have been moved or loaded."""
 
     def let_go(self) -> None:
-        """Called when one is replaced."""
+        """Called when a parameter of the layer is replaced."""
 
 
 class QuantLayer(nn.Module):
@@ -39,11 +39,12 @@ class QuantLayer(nn.Module):
     - ``scheme``: how it is quantized.
     - ``weight_names``: the parameters that hold quantized values.
     - ``scale_names``: those that hold scales.
-    - ``index_names``: those that hold other numbers whose dtype is fixed, such as the indices of columns.
-    - ``made_by``: the class method that makes one from a float layer.
+    - ``index_names``: those that hold other numbers of a fixed dtype, such as the indices of columns.
+    - ``made_by``: the class method that makes a layer from a float one.
     - ``layer_name``: its name in the model, for errors; empty for a layer by itself.
-    - ``merged``: who is told when its parameters move, because they are rows of a tensor that others share; or None.
-    - ``shard``: which part of a layer it is, if that is cut among processes; its sizes are then those of the part.
+    - ``merged``: the object to notify when its parameters move, because they are rows of a shared tensor; or None.
+    - ``shard``: which part of a layer it is, if the layer is split among processes; its sizes are then those of the
+      part.
 
     The remaining parameters are biases and the like, of any float dtype.
     """
@@ -58,25 +59,25 @@ class QuantLayer(nn.Module):
     shard: Shard | None = None
 
     def splits(self, style: Style, parts: int = 1) -> dict[str, Split]:
-        """How the parameters are cut for a ``Shard`` of this ``style``, by name; the others are whole everywhere."""
+        """How each parameter is split for a ``Shard`` of this ``style``, by name; other parameters stay whole."""
         raise NotImplementedError
 
     def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
-        """Why the layer can't be cut among ``size`` processes in this ``style``; empty if it can."""
+        """Why the layer can't be split among ``size`` processes in this ``style``; empty if it can."""
         raise NotImplementedError
 
     def take_shard(self, shard: Shard) -> None:
-        """Says that the parameters are those of ``shard`` by now."""
+        """Called when the parameters have become those of ``shard``."""
         self.shard = shard
 
     def cut(self, shard: Shard) -> None:
-        """Leaves of a whole layer the part of ``shard``."""
+        """Reduces a whole layer to the part of ``shard``."""
         for name, split in self.splits(shard.style, shard.parts).items():
             setattr(self, name, frozen(shard.part_of(self.stored(name).detach(), split)))
         self.take_shard(shard)
 
     def check_is_whole(self) -> None:
-        """Raises ``ValueError`` for a shard, which stands for no float layer: a part of a rotation, say, isn't one."""
+        """Raises ``ValueError`` for a shard, which stands for no float layer; part of a rotation, say, isn't one."""
         if self.shard is not None:
             raise ValueError(
                 f"{self.layer_name or type(self).__name__} is split among processes: call "
@@ -84,7 +85,7 @@ class QuantLayer(nn.Module):
             )
 
     def whole(self, name: str) -> Tensor:
-        """The parameter ``name`` of the layer that this is a shard of. All processes call it."""
+        """The parameter ``name`` of the whole layer, if this is a shard. All processes must call it."""
         own: Tensor = self.stored(name).detach()
         if self.shard is None:
             return own
@@ -92,55 +93,55 @@ class QuantLayer(nn.Module):
         return own if split is None else self.shard.whole_of(own, split)
 
     def settle(self) -> None:
-        """Called when parameters have been made, moved or loaded: for what follows from them."""
+        """Called after parameters were made, moved or loaded, to update what is derived from them."""
         if self.merged is not None:
             self.merged.place()
 
     def __getattr__(self, name: str) -> Any:
-        """As ``nn.Module``; a parameter with quantized values as a ``StoredWeight``, which no float mixes with."""
+        """As in ``nn.Module``; quantized values come as a ``StoredWeight``, which can't be used with floats."""
         value = super().__getattr__(name)
         if name not in type(self).weight_names or not isinstance(value, Tensor):
             return value
         if torch.compiler.is_compiling():
             return TracedWeight(value, self.layer_name)
-        # Without values there is nothing to be read, and code that loads and saves goes by a parameter's identity.
+        # On meta there are no values to read, and code that loads and saves compares parameters by identity.
         if type(value) is not nn.Parameter or value.is_meta:
             return value
         return StoredWeight(value, self.layer_name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As ``nn.Module``; of a ``StoredWeight``, the parameter itself is set."""
+        """As in ``nn.Module``; for a ``StoredWeight``, the parameter itself is set."""
         super().__setattr__(name, value.stored if type(value) is StoredWeight else value)
         if self.merged is not None and name in self._parameters:
             self.merged.let_go()
 
     def stored(self, name: str) -> Any:
-        """A parameter with its stored values."""
+        """A parameter itself, with its stored values."""
         parameters = self._parameters
-        # Else None, or a plain tensor in its place, as nn.DataParallel and parametrizations have.
+        # Otherwise None, or a plain tensor in its place, as nn.DataParallel and parametrizations have.
         return parameters[name] if name in parameters else getattr(self, name)
 
     @property
     def fixed_names(self) -> tuple[str, ...]:
-        """The parameters whose dtype never changes: all but biases and the like."""
+        """The parameters whose dtype never changes: all except biases and the like."""
         return self.weight_names + self.scale_names + self.index_names
 
     def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether the parameter ``name`` may have ``dtype``: of what isn't in ``fixed_names``, any dtype of biases."""
+        """Whether the parameter ``name`` may have ``dtype``; parameters outside ``fixed_names`` may have any."""
         return name not in self.fixed_names or dtype == self.stored(name).dtype
 
     def take_dtype(self, name: str, dtype: torch.dtype) -> None:
-        """Has the parameter ``name``, one of ``fixed_names``, wait for values of a ``dtype`` that it accepts."""
+        """Prepares the parameter ``name``, one of ``fixed_names``, for values of a ``dtype`` that it accepts."""
         if (known := self.stored(name)).dtype != dtype:
             setattr(self, name, frozen(torch.empty_like(known, dtype=dtype)))
 
     def problem_with(self, name: str, value: Tensor) -> str:
-        """What is wrong with ``value`` for the parameter ``name``, of its shape and dtype; empty if nothing is."""
+        """What is wrong with ``value`` as the parameter ``name``, given its shape and dtype; empty if nothing is."""
         if name in self.weight_names and value.dtype == FP8.storage:
             return "holds NaN" if bool((value.view(torch.uint8) & 127 == 127).any()) else ""
         if name == "input_scale" and not bool((value.isfinite() & (value > 0)).all()):
             return "is not finite and above 0 everywhere"
-        # Rows of zeros have a scale of 0 in some libraries' files.
+        # In some libraries' files, rows of zeros have a scale of 0.
         if name in self.scale_names and not bool((value.isfinite() & (value >= 0)).all()):
             return "holds NaN, Inf or a negative number"
         return ""
@@ -151,7 +152,7 @@ class QuantLayer(nn.Module):
         return self.scheme.is_static
 
     def requires_grad_(self: Layer, requires_grad: bool = True) -> Layer:
-        """As ``nn.Module``, for False; else raises ``RuntimeError``."""
+        """As in ``nn.Module``, for False; raises ``RuntimeError`` for True."""
         if requires_grad:
             name = self.layer_name
             raise RuntimeError(
@@ -161,7 +162,8 @@ class QuantLayer(nn.Module):
         return super().requires_grad_(False)
 
     def _apply(self: Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
-        # .to(dtype), .half() and .type() would cast values whose dtype is their meaning; only the device may change.
+        # .to(dtype), .half() and .type() would cast values that only make sense in their dtype; only the device
+        # changes.
         fixed = [self.stored(name) for name in self.fixed_names]
 
         def keep_dtype(tensor: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ class QuantLayer(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Copying floats into int8 would truncate them without a word; a scale in another dtype is only widened.
+        # Copying floats into int8 would silently truncate them; a scale in another dtype is only widened.
         error_messages: list[str] = args[-1]
         own, scales = type(self).__name__, {}
         for name in self.fixed_names:
@@ -200,7 +202,7 @@ class QuantLayer(nn.Module):
 
 
 def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:
-    """A call of ``layer`` in the graph of ``torch.fx.symbolic_trace``: it is a leaf there, as ``nn.Linear`` is."""
+    """The node for a call of ``layer`` in ``torch.fx.symbolic_trace``, where it is a leaf, as ``nn.Linear`` is."""
     tracer: Any = next(each.tracer for each in inputs if isinstance(each, Proxy))
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), inputs, {})
 
@@ -211,7 +213,7 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.cat(parts)``, which fails under autocast for float8, and for a 16-bit dtype that isn't autocast's."""
+    """``torch.cat(parts)``, which under autocast fails for float8, and for a 16-bit dtype other than autocast's."""
     if len(parts) == 1:
         return parts[0]
     sizes = [len(part) for part in parts]
@@ -222,19 +224,19 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def narrowed(tensor: Tensor) -> Tensor:
-    """``tensor``, but float32 if it is float64, with which no layer computes."""
+    """``tensor``, converted to float32 if it is float64, with which no layer computes."""
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Raises ``ValueError`` unless the arguments of these names are whole numbers, 0 or more."""
+    """Raises ``ValueError`` unless the arguments, given by name, are whole numbers of at least 0."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise ValueError(f"{name} is {size!r}; it must be a whole number, 0 or more")
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raises ``ValueError`` for a ``dtype`` that no layer computes with; None is PyTorch's default."""
+    """Raises ``ValueError`` for a ``dtype`` that no layer computes with; None stands for PyTorch's default."""
     if dtype is not None and dtype not in FLOAT_DTYPES:
         names = ", ".join(str(each) for each in FLOAT_DTYPES)
         raise ValueError(f"dtype is {dtype!r}; parts that stay in float have that dtype, one of {names}")

@@ -1,9 +1,9 @@
 """``RotatedLinear``: a quantized linear layer whose input is rotated first.
 
 ``y = (x @ H) @ (W @ H).T + bias``, in int8, where ``H`` is the block-diagonal Walsh-Hadamard matrix of
-``qgemm.numerics.hadamard``. The product is that of ``x`` and ``W``, but outliers in a few columns of ``x`` are spread
-over all of a block before it is quantized, and so no longer set the scale for all others (QuaRot, Ashkboos et al. 2024,
-arXiv 2404.00456). Where K is odd there is nothing to rotate.
+``qgemm.numerics.hadamard``. The product equals that of ``x`` and ``W``, but outliers in a few columns of ``x`` are
+spread over their whole block before quantization, and so no longer set the scale for all others (QuaRot, Ashkboos et
+al. 2024, arXiv 2404.00456). If K is odd, nothing is rotated.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from qgemm.numerics.formats import INT8
 from qgemm.numerics.hadamard import hadamard
 from qgemm.scheme import QuantScheme
 
-# So many values are rotated at a time: in float64, which takes four times a bfloat16 weight's memory.
+# So many values are rotated at a time, because float64 takes four times the memory of a bfloat16 weight.
 _PIECE = 1 << 21
 
 
 class RotatedLinear(QuantLinear):
-    """``QuantLinear`` on a rotated input. The parameters are the same; ``weight`` is that of ``W @ H``, quantized.
+    """``QuantLinear`` on a rotated input. The parameters are the same; ``weight`` is the quantized ``W @ H``.
 
     A static ``input_scale`` is that of ``x @ H``, and a rounded ``weight`` that of ``W @ H``.
     """
@@ -35,7 +35,7 @@ class RotatedLinear(QuantLinear):
         return scheme.weight.format is INT8 and scheme.rotates
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """As ``QuantLinear``, of the rotated rows."""
+        """As in ``QuantLinear``, for the rotated rows."""
         return super().round_rows(rotate_rows(weight))
 
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -43,7 +43,7 @@ class RotatedLinear(QuantLinear):
         return rotate_rows(super().restore_rows(parameters, torch.float64), dtype)
 
     def compute(self, x: Tensor) -> Tensor:
-        """On ``x @ H``. A shard in row parallelism reads the inputs of all for it, since a block of ``H`` may too."""
+        """Multiplies ``x @ H``. A row-parallel shard gathers all inputs first: blocks of ``H`` may span processes."""
         check_input(x, self.in_features)
         if self.shard is not None and self.shard.style == "row":
             rotated = self.shard.own_columns(torch.ops.qgemm.hadamard(self.shard.gather_to_share(x))).contiguous()
@@ -55,8 +55,8 @@ class RotatedLinear(QuantLinear):
 def rotate_rows(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """``rows @ H`` for float ``[n, K]``, computed in float64, as ``dtype``.
 
-    So that each row is the same whatever rows are rotated beside it: sums of bfloat16 values are exact in float64, but
-    for extremes, and others are far closer to exact than float32 tells.
+    In float64 a row's result doesn't depend on the rows beside it: sums of bfloat16 values are exact, except for
+    extremes, and other sums are far closer to exact than float32 can tell.
     """
     out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
     step = max(1, _PIECE // max(rows.shape[1], 1))

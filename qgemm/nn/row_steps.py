@@ -1,4 +1,4 @@
-"""``RowSteps``: the step of each row of a layer's scales, where all scales of a row are multiples of one."""
+"""``RowSteps``: the step of each row of a layer's scales, where all scales of a row are multiples of one step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from qgemm.kernels.weight_only.int8_config import MIN_ROWS_FOR_STEPS
 from qgemm.numerics.groups import steps_of
 
 MAX_SEARCHES = 8
-"""Of a layer: of one whose scales are others at every call, no more are made."""
+"""Per layer: if a layer's scales keep changing, no more searches are made."""
 
 
 class RowSteps:
-    """What ``steps_of`` finds of a layer's scales, once, and again when they are others.
+    """The result of ``steps_of`` for a layer's scales, computed once, and again when the scales have changed.
 
-    It is no state of the layer: it follows from the scales, isn't saved, and isn't copied.
+    It isn't part of the layer's state: it follows from the scales, and is neither saved nor copied.
     """
 
     _scale: Tensor | None = None
@@ -26,9 +26,9 @@ class RowSteps:
     _searches: int = 0
 
     def of(self, scale: Tensor, rows: int) -> Tensor | None:
-        """The float32 step ``[N]`` of ``scale [N, groups]`` for a product of ``rows``; None if none is of use.
+        """The float32 step ``[N]`` of ``scale [N, groups]`` for a product of ``rows``; None if steps are of no use.
 
-        To a compiler it is what was found before. While a CUDA graph is captured, nothing new is looked for.
+        Under a compiler this is the last result. While a CUDA graph is captured, no search is made.
         """
         if torch.compiler.is_compiling():
             return self._step
@@ -43,7 +43,7 @@ class RowSteps:
         return self._step
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing."""
+        """An empty state."""
         return {}
 
 
@@ -52,7 +52,7 @@ def _are_of_use(scale: Tensor) -> bool:
 
 
 def found_steps(scale: Tensor) -> Tensor | None:
-    """``steps_of`` scales on a GPU, where they are of use."""
+    """``steps_of`` the scales if they are on a GPU; else None, because only there steps are of use."""
     if not _are_of_use(scale):
         return None
     with torch.no_grad():

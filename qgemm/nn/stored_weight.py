@@ -1,13 +1,13 @@
-"""``StoredWeight``: what ``layer.weight`` of a quantized layer is to code around the layer.
+"""``StoredWeight``: what code around a quantized layer gets for ``layer.weight``.
 
-The int8 values that a layer stores are no weight: whoever multiplies by them is off by their scales, and PyTorch would
-let them be multiplied with floats without a word. So the parameter itself is a plain ``nn.Parameter``, where modules
-keep theirs (``named_parameters``, ``state_dict``, and what moves, shards or saves them), and the attribute gives this
-view of it. It has the device, shape and values of the parameter, passes for one, and takes attributes and ``data``
-for it; but what would make floats of it raises, and names the layer. Its dtype is int8 to whoever asks, also where
-values are packed in uint8, or float8: code that casts its input to the dtype of a weight knows that one (T5's, PEFT's).
-
-While a model is traced, code may ask for dtype, device and shape alone (``TracedWeight``).
+The int8 values that a layer stores are no weight: a product with them is wrong by their scales, and PyTorch would
+silently multiply them with floats. So the parameter itself is a plain ``nn.Parameter`` in the usual place
+(``named_parameters``, ``state_dict``, and whatever moves, shards or saves parameters), and the attribute returns this
+view of it. The view has the parameter's device, shape and values, counts as an ``nn.Parameter``, and forwards
+attributes and ``data`` to it; but operations that would give floats raise an error that names the layer. Its dtype
+reads as int8, also where values are packed in uint8 or are float8, because code that casts its input to the dtype of a
+weight knows int8 (T5's, PEFT's). While a model is traced, code may only read dtype, device and shape
+(``TracedWeight``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def refuse_to_compute(layer: str, dtype: torch.dtype) -> RuntimeError:
-    """The error for code that takes quantized values, of ``dtype``, for the weight of ``layer``."""
+    """The error for code that uses quantized values, of ``dtype``, as the weight of ``layer``."""
     stored = str(dtype).removeprefix("torch.")
-    return RuntimeError(  # an operator would answer a TypeError with one of its own
+    return RuntimeError(  # after a TypeError, an operator would raise one of its own
         f"{layer or 'a layer'} is quantized: its weight is stored as {stored}, with separate scales, and can't be "
         f"used directly in a computation, as other code does: leave it in float (skip={layer or 'its name'!r} in "
         "quantize_model), or use its dequantize().weight"
@@ -55,17 +55,17 @@ class StoredWeight(Tensor):
         return view
 
     @property
-    def _is_param(self) -> bool:  # type: ignore[override]  # by which isinstance(view, nn.Parameter) goes
+    def _is_param(self) -> bool:  # type: ignore[override]  # isinstance(view, nn.Parameter) reads this
         return isinstance(self.stored, nn.Parameter)
 
     def __getattr__(self, name: str) -> Any:
-        """What others have set on the parameter."""
+        """An attribute that others have set on the parameter."""
         if name in ("stored", "layer"):
             raise AttributeError(name)
         return getattr(self.stored, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets it on the parameter, ``data`` too."""
+        """Sets the parameter's attribute, ``data`` too."""
         setattr(self.stored, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -80,7 +80,7 @@ class StoredWeight(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls ``func`` with the parameters; raises ``RuntimeError`` where floats go in with them, or come out."""
+        """Calls ``func`` with the parameters; raises ``RuntimeError`` if an argument or the result is float."""
         if func == _DTYPE:
             return SEEN_AS
         if func in _ASK_FOR_FLOATS:
@@ -92,15 +92,15 @@ class StoredWeight(Tensor):
             raise refuse_to_compute(view.layer, view.stored.dtype)
         try:
             out = func(*args, **kwargs)
-        except NotImplementedError as error:  # as of random numbers, of which there are floats alone
+        except NotImplementedError as error:  # such as for random numbers, which exist only for floats
             raise refuse_to_compute(view.layer, view.stored.dtype) from error
-        if not is_about_values or isinstance(out, torch.Size):  # of which tree_map_only makes a tuple
+        if not is_about_values or isinstance(out, torch.Size):  # tree_map_only would turn a Size into a tuple
             return out
         if any(map(_is_float, tree_leaves(out))):
             raise refuse_to_compute(view.layer, view.stored.dtype)
 
         def again(each: Tensor) -> Tensor:
-            # What moves a parameter to another device is about to store it.
+            # Code that moves a parameter to another device is about to store it, so it gets a plain tensor.
             same = each.dtype == view.stored.dtype and each.device == view.stored.device
             return StoredWeight(each, view.layer) if same else each
 
@@ -108,10 +108,10 @@ class StoredWeight(Tensor):
 
 
 class TracedWeight:
-    """What a compiler sees in a ``StoredWeight``'s place: dtype, device and shape; anything else raises."""
+    """What a compiler sees in place of a ``StoredWeight``: dtype, device and shape; anything else raises."""
 
     def __init__(self, stored: Tensor, layer: str) -> None:
-        """Of the parameter ``stored`` of a layer."""
+        """Stands for the parameter ``stored`` of ``layer``."""
         self.dtype, self.device, self.shape, self.layer = SEEN_AS, stored.device, stored.shape, layer
 
     def __getattr__(self, name: str) -> Any:
@@ -130,27 +130,27 @@ class TracedWeight:
 
 
 def _is_float(value: Any) -> bool:
-    """Whether it is a tensor of floats to compute with; those of one byte are quantized values."""
+    """Whether it is a float tensor for computations; floats of one byte are quantized values."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.itemsize > 1
 
 
 def _writes_floats(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether a function changes a tensor in place, by a float number, which would be cut to a stored value."""
+    """Whether a function writes a float number into a tensor in place, where it would be truncated."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
     return in_place and any(isinstance(each, float) for each in tree_leaves((args, kwargs)))
 
 
 def _is_of_its_form(func: Callable[..., Any]) -> bool:
-    """Whether a function takes its shape, device and dtype alone, or is one of qgemm's own, which know the values."""
+    """Whether a function reads only shape, device and dtype, or is one of qgemm's own, which know the values."""
     name = getattr(func, "__name__", "")
     return name.startswith("new_") or name.endswith("_like") or str(func).startswith("qgemm.")
 
 
-# Where a compiler gives up on code around a layer, that runs as it is, and so are these functions to: compiled by
-# themselves they fail inside PyTorch 2.15's compiler, with an error that names no layer. (torch.compiler.disable says
+# Where a compiler gives up on code around a layer, that code runs uncompiled, and so must these functions: compiled by
+# themselves they fail inside PyTorch 2.15's compiler, with an error that names no layer. (torch.compiler.disable does
 # the same, but imports the compiler.)
-with suppress(AttributeError):  # of a PyTorch that has these elsewhere
+with suppress(AttributeError):  # other versions of PyTorch may have these elsewhere
     _frames: Any = torch._C._dynamo.eval_frame
     _as_it_is = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
     for _function in (StoredWeight.__new__, StoredWeight.__torch_function__.__func__):  # type: ignore[attr-defined]

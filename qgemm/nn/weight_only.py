@@ -1,7 +1,7 @@
 """``WeightOnlyLinear``: a linear layer whose weight alone is quantized, in any format; its products are in float.
 
-``y = x @ W.T + bias``, where ``W = (q - z) * s``, with one ``s`` for a group of values along K, or for a row. It takes
-4 or 8 bits a value, and a little for the scales.
+``y = x @ W.T + bias``, where ``W = (q - z) * s``, with one ``s`` per group of values along K, or per row. It takes 4 or
+8 bits per value, and a little for the scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qgemm.numerics.packing import packed_width
 from qgemm.ops.linear import weight_only_linear
 from qgemm.scheme import QuantScheme
 
-# Values that are rounded at a time, in float32 and a copy or two.
+# Values that are rounded at a time; that takes a float32 copy of them or two.
 _PIECE = 1 << 24
 
 
@@ -36,13 +36,13 @@ class WeightOnlyLinear(LinearLayer):
     Parameters, none of which require a gradient; ``groups`` is ``ceil(in_features / group_size)``, or 1 for a scheme
     with a scale per channel:
 
-    - ``weight``: of 4 bits uint8 ``[out_features, packed_width(in_features)]``, as ``qgemm.numerics.packing`` lays them
-      out; of 8 bits int8 or float8_e4m3fn ``[out_features, in_features]``.
+    - ``weight``: for 4 bits uint8 ``[out_features, packed_width(in_features)]``, in the layout of
+      ``qgemm.numerics.packing``; for 8 bits int8 or float8_e4m3fn ``[out_features, in_features]``.
     - ``bias``: ``[out_features]`` in ``dtype``, or None.
-    - ``weight_scale``: ``[out_features, groups]`` in the scheme's ``scale_dtype``: float32, float16 or bfloat16,
-      whichever of them a checkpoint has; uint8 exponents for ``mxfp4`` and ``mxfp8``, float8_e4m3fn for ``nvfp4``.
+    - ``weight_scale``: ``[out_features, groups]`` in the scheme's ``scale_dtype``: float32, float16 or bfloat16, as the
+      checkpoint has it; uint8 exponents for ``mxfp4`` and ``mxfp8``; float8_e4m3fn for ``nvfp4``.
     - ``weight_zero_point``: int8 ``[out_features, groups]`` for an asymmetric scheme; else None.
-    - ``weight_global_scale``: float32 ``[2]``, a factor and a divisor of all scales, for ``nvfp4``; else None.
+    - ``weight_global_scale``: float32 ``[2]``, a factor and a divisor for all scales, for ``nvfp4``; else None.
     - ``input_order``: int32 ``[in_features]`` for an ordered scheme; else None. Column ``j`` of the stored weight
       multiplies column ``input_order[j]`` of the input.
 
@@ -60,9 +60,9 @@ class WeightOnlyLinear(LinearLayer):
     )  # fmt: skip
     whole_names: tuple[str, ...] = shared_names
     numbers: tuple[int, str, int, bool]
-    """What a ``ScaledWeight`` has beside these."""
+    """The fields that a ``ScaledWeight`` has besides ``operands``."""
     steps: RowSteps | None = None
-    """Of the scales, in layers whose products make use of them."""
+    """The steps of the scales, in layers whose products use them."""
     weight: nn.Parameter
     weight_scale: nn.Parameter
     weight_zero_point: nn.Parameter | None
@@ -102,7 +102,7 @@ class WeightOnlyLinear(LinearLayer):
 
     @property
     def form(self) -> Format:
-        """The number format of the weight."""
+        """The weight's number format."""
         return self.scheme.weight.format
 
     @property
@@ -116,41 +116,41 @@ class WeightOnlyLinear(LinearLayer):
 
     @property
     def columns_in_step(self) -> int:
-        """Those of a group."""
+        """The number of columns in a group."""
         return self.scheme.weight.group_size or 1
 
     def splits(self, style: Style, parts: int = 1) -> dict[str, Split]:
-        """As ``LinearLayer``; columns of 4 bits lie in blocks."""
+        """As in ``LinearLayer``; 4-bit columns are packed in blocks."""
         made = super().splits(style, parts)
         if style == "row" and self.form.bits == 4:
             made["weight"] = Split(1, codes=self.in_features, fill=self.form.zero_code)
         return made
 
     def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
-        """As ``LinearLayer``."""
+        """As in ``LinearLayer``."""
         if style == "row" and self.input_order is not None:
             return "its columns are in an order of their own, in which each process would read all inputs"
         return super().why_whole(style, size, parts)
 
     def take_shard(self, shard: Shard) -> None:
-        """As ``LinearLayer``."""
+        """As in ``LinearLayer``."""
         super().take_shard(shard)
         self._take_numbers()
 
     def settle(self) -> None:
-        """As ``QuantLayer``; looks for steps ahead of calls that mustn't, such as those of a compiler."""
+        """As in ``QuantLayer``; also searches for steps, for later calls that must not, such as a compiler's."""
         super().settle()
         if self.steps is not None:
             self.steps.of(self.stored("weight_scale"), MIN_ROWS_FOR_STEPS)
 
     def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        """As ``QuantLayer``; scales in floats have any of the three dtypes."""
+        """As in ``QuantLayer``; float scales may have any of the three dtypes."""
         if name == "weight_scale" and self.weight_scale.dtype in FLOAT_DTYPES:
             return dtype in FLOAT_DTYPES
         return super().accepts_dtype(name, dtype)
 
     def check_weight(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> None:
-        """As ``LinearLayer``; scales must be such as the scheme's ``scale_dtype`` holds."""
+        """As in ``LinearLayer``; the scheme's ``scale_dtype`` must be able to hold the scales."""
         super().check_weight(values, scale, zero_point)
         dtype, form = self.scheme.weight.scale_dtype, self.form
         if scale.numel() and dtype != "float32":
@@ -164,7 +164,7 @@ class WeightOnlyLinear(LinearLayer):
             raise ValueError(f"weight's zero points {problem}")
 
     def problem_with(self, name: str, value: Tensor) -> str:
-        """What is wrong with ``value``: a scale that is not finite, a zero point or an order beyond its bounds."""
+        """As in ``QuantLayer``; scales must be finite, zero points and the order within their bounds."""
         if name == "weight_scale":
             is_finite = (value != 255) if value.dtype == torch.uint8 else value.float().isfinite()
             return "" if bool(is_finite.all()) else "holds NaN or Inf"
@@ -184,16 +184,16 @@ class WeightOnlyLinear(LinearLayer):
         return self.weight_global_scale is not None
 
     def start_rows(self, device: torch.device, amax: Tensor | None) -> None:
-        """Sets the global scale, and the order of columns: that of the input."""
+        """Sets the global scale, and the order of columns to the input's."""
         if self.weight_global_scale is not None and amax is not None:
             self.weight_global_scale = frozen(groups.global_scale_of(amax.to(device), self.form))
         if self.input_order is not None:
             self.input_order = frozen(torch.arange(self.in_features, dtype=torch.int32, device=device))
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Values of the format ``[n, K]``, scales float32 ``[n, groups]``, or ``[n]`` for a scale per channel.
+        """Values of the format ``[n, K]``, and scales, float32 ``[n, groups]``, or ``[n]`` for a scale per channel.
 
-        And zero points of the scales' shape, int8, for an asymmetric scheme.
+        For an asymmetric scheme, int8 zero points of the scales' shape come third.
         """
         step = max(_PIECE // max(self.in_features, 1), 1)
         values, *others = map(joined_rows, zip(*map(self._round_piece, weight.split(step)), strict=True))
@@ -224,8 +224,8 @@ class WeightOnlyLinear(LinearLayer):
         return rows if order is None else groups.to_input_order_(rows, order)
 
     def compute(self, x: Tensor) -> Tensor:
-        """One operator."""
-        # Past stored(), which takes the host 0.1 us a parameter, and past __getattr__, which takes more.
+        """Runs one operator."""
+        # Bypasses stored(), which costs the host 0.1 us per parameter, and __getattr__, which costs more.
         own = self._parameters
         weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
         scale = own["weight_scale"] if "weight_scale" in own else self.weight_scale  # noqa: SIM401
@@ -240,7 +240,7 @@ class WeightOnlyLinear(LinearLayer):
 
 
 def _beyond(zero_point: Tensor, form: Format) -> str:
-    """Which zero points no value of ``form`` is near: kernels keep the differences in 8 bits."""
+    """Describes zero points that lie too far from the values of ``form``: kernels keep the differences in 8 bits."""
     if not zero_point.numel():
         return ""
     low, high = (int(each) for each in zero_point.aminmax())

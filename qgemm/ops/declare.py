@@ -1,9 +1,9 @@
-"""``operator``: an operator of ``torch.ops.qgemm``, declared in one place.
+"""``operator``: declares an operator of ``torch.ops.qgemm``, with everything about it in one place.
 
-- Autocast: ``x`` is cast as that of ``F.linear`` would be, so that a quantized layer gives the dtype of a float one.
-- Autograd, of both modes. ``torch.library.register_autograd`` isn't used: it drops tangents of forward mode without a
-  word, and refuses ``torch.func.grad``.
-- ``vmap`` over ``x``, and what is of its shape, is one call with one dimension more.
+- Autocast: ``x`` is cast as ``F.linear`` would cast it, so that a quantized layer returns the dtype of a float one.
+- Autograd, in reverse and forward mode. ``torch.library.register_autograd`` isn't used, because it silently drops
+  forward-mode tangents and refuses ``torch.func.grad``.
+- ``vmap`` over ``x``, and over arguments of its shape, is one call with one more dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 Function = Callable[..., Any]
 
-_library = torch.library.Library("qgemm", "FRAGMENT")  # which forgets its operators when it goes
+_library = torch.library.Library("qgemm", "FRAGMENT")  # kept, because its operators are removed with it
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
 )
@@ -39,15 +39,15 @@ def operator(
 ) -> Any:
     """Declares the operator of ``schema``, ``"name(Tensor x, ...) -> Tensor"``; returns ``torch.ops.qgemm.name``.
 
-    - ``cpu(*arguments)``, ``cuda(*arguments)``: what computes it there.
-    - ``fake(*arguments)``: the output for tensors without values, after the checks that the other two make.
-    - ``setup_context(ctx, inputs, output)``: keeps in ``ctx`` what ``backward`` needs; None if that is nothing.
-    - ``backward(ctx, wanted, *grads)``: the gradients of all arguments; ``wanted`` says for which there must be one.
-      None for an operator whose output nothing can be differentiated through.
-    - ``jvp(args, tangents)``: the tangent of the output, in forward mode; ``tangents`` are None where an argument has
-      none. It may raise. Where it is None, forward mode raises ``NotImplementedError``.
+    - ``cpu(*arguments)``, ``cuda(*arguments)``: the implementations.
+    - ``fake(*arguments)``: the output for tensors without values, after the same checks as in the other two.
+    - ``setup_context(ctx, inputs, output)``: keeps what ``backward`` needs in ``ctx``; None if it needs nothing.
+    - ``backward(ctx, wanted, *grads)``: the gradients of all arguments; ``wanted`` says which are needed. None for an
+      operator whose output can't be differentiated.
+    - ``jvp(args, tangents)``: the tangent of the output, in forward mode; ``tangents`` are None for arguments without
+      one. It may raise. If it is None, forward mode raises ``NotImplementedError``.
     - ``autocast``: whether the first argument is cast under autocast.
-    - ``batched``: the arguments of which, under ``vmap``, a batch is one call.
+    - ``batched``: the indices of the arguments that ``vmap`` may batch, in one call.
     """
     name = schema.split("(")[0]
     _library.define(schema)
@@ -76,13 +76,13 @@ NO_GRADIENT: dict[str, Any] = {
     "setup_context": _mark_outputs,
     "backward": lambda ctx, wanted, *grads: (None,) * len(wanted),
 }
-"""Of ``operator``, for one whose outputs require no gradient though its inputs may, such as one that rounds."""
+"""Arguments of ``operator`` if outputs require no gradient though inputs may, such as for an operator that rounds."""
 
 
 def gradients_through(function: Function, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of ``inputs``, where ``grads`` are those of ``function(*inputs)``, a tuple of plain PyTorch.
+    """The gradients of ``inputs``, given ``grads`` of ``function(*inputs)``, a tuple computed by plain PyTorch.
 
-    For a ``backward`` without a formula of its own. It has derivatives in turn where somebody may want them.
+    For a ``backward`` without a formula of its own. The result can be differentiated again where that may be needed.
     """
     if torch.is_grad_enabled():  # with create_graph=True, and always in torch.func
         return torch.func.vjp(function, *inputs)[1](tuple(grads))  # type: ignore[no-any-return]
@@ -95,7 +95,7 @@ def gradients_through(function: Function, inputs: Sequence[Tensor], grads: Seque
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
-    """``x`` as ``F.linear`` would take it under autocast: float64 and what is no float stay as they are."""
+    """``x`` as ``F.linear`` casts it under autocast: float64, and tensors that aren't float, keep their dtype."""
     device = x.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return x
@@ -120,7 +120,7 @@ def _register_autograd(
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        # Outer levels of torch.func are below; a Function's forward turns off what they need.
+        # Outer levels of torch.func run below this; a Function's forward disables modes that they need.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             out = compute(keyset, *args)
         setup_context(ctx, args, out)
@@ -129,7 +129,7 @@ def _register_autograd(
     def backward_of_all(ctx: Any, *grads: Tensor) -> Any:
         return None, *backward(ctx, ctx.needs_input_grad[1:], *grads)
 
-    # Of one level: this is the autograd of one level of torch.func already.
+    # Single-level: this function already is the autograd of one level of torch.func.
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)}
     function: Any = type(f"{name}_derivative", (_SingleLevelFunction,), methods)
 

@@ -1,7 +1,7 @@
-"""``float_weight``: the weight that a layer's gradients go through, in float.
+"""``float_weight``: a quantized weight as floats, for a layer's gradients.
 
 ``torch.ops.qgemm.float_weight(weight, scale, zero_point, global_scale, input_order, in_features, format, group_size,
-dtype)``: ``ScaledWeight.dequantize``, which on a GPU is one kernel.
+dtype)``: ``ScaledWeight.dequantize``, in one kernel on a GPU.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from qgemm.ops.declare import NO_GRADIENT, operator
 
 
 def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
-    """``weight.dequantize(dtype)``: ``[N, K]``, columns in the input's order."""
+    """``weight.dequantize(dtype)``: ``[N, K]``, with columns in the input's order."""
     if not weight.values.is_cuda:
         return weight.dequantize(dtype)
     out: Tensor = torch.ops.qgemm.float_weight(*weight[:5], *weight[6:9], dtype)

@@ -1,22 +1,22 @@
 """Linear layers with a frozen weight.
 
-- ``quant_linear(x, weight, weight_scale, bias, input_scale, residual=None)``: in int8 or fp8, activations quantized
-  within; plus a residual, where there is one.
+- ``quant_linear(x, weight, weight_scale, bias, input_scale, residual=None)``: in int8 or fp8; quantizes activations
+  itself, and adds a residual if there is one.
 - ``quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)``: the same with a zero point.
-- ``block_scaled_linear(x, weight, weight_scale, bias, residual=None)``: in fp8, with a scale for each 128 x 128 of the
-  weight.
+- ``block_scaled_linear(x, weight, weight_scale, bias, residual=None)``: in fp8, with a scale for each 128 x 128 block
+  of the weight.
 - ``weight_only_linear(x, weight, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size,
   int8_activations=False, step=None, residual=None)``: in float, with a quantized weight of 4 or 8 bits.
-- ``multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)``: ``quant_linear`` of rows that are
-  quantized already, plus a residual. Int8 rows have no gradient: there are those of the bias and the residual alone.
+- ``multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)``: ``quant_linear`` for rows that are
+  already quantized, plus a residual. Int8 rows have no gradient; only the bias and the residual have.
 
-The gradient for ``x`` of the others goes through the dequantized weight (rounding ``x`` counts as the identity):
+In the others, the gradient of ``x`` uses the dequantized weight (rounding ``x`` counts as the identity):
 ``grad_x = grad_y @ (weight * weight_scale)``. Adapters on top of a frozen quantized model train with it. In forward
 mode (``torch.func.jvp``) it is the same linear map.
 
-On Hopper a weight and its scales are loaded while the kernels ahead in the stream may still run. One that a kernel of
-qgemm has written, as ``quantize_rows`` does, must be waited for before its first product
-(``torch.cuda.synchronize()``). Layers do so where they are made; ``scaled_mm`` waits unless told ``constant_b``.
+On Hopper a weight and its scales are loaded while preceding kernels in the stream may still run. If a kernel of qgemm
+such as ``quantize_rows`` wrote them, the caller must wait for it (``torch.cuda.synchronize()``) before the first
+product. Layers do so when they are made; ``scaled_mm`` waits unless called with ``constant_b``.
 """
 
 from collections.abc import Callable
@@ -45,10 +45,10 @@ def quant_linear(
     input_scale: Tensor | None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """``torch.ops.qgemm.quant_linear``, for less host time where it can be.
+    """``torch.ops.qgemm.quant_linear``, with less host time where possible.
 
-    Where nobody on the way through the dispatcher would see the call, the function is called directly, and what is
-    found out about a call is remembered for others like it.
+    If nothing in the dispatcher needs to see the call, the implementation is called directly, and what was computed
+    about the call is remembered for similar ones.
     """
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale, residual)
@@ -65,7 +65,7 @@ def quant_linear(
 
 
 def weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None = None) -> Tensor:
-    """``torch.ops.qgemm.weight_only_linear``, for less host time where it can be, as ``quant_linear``."""
+    """``torch.ops.qgemm.weight_only_linear``, with less host time where possible, as in ``quant_linear``."""
     out: Tensor
     values, scale, zero_point, global_scale, input_order, bias = weight[:6]
     if torch.compiler.is_compiling() or input_order is not None or global_scale is not None:
@@ -87,7 +87,7 @@ def weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None 
 def block_scaled_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
-    """``torch.ops.qgemm.block_scaled_linear``, for less host time where it can be, as ``quant_linear``."""
+    """``torch.ops.qgemm.block_scaled_linear``, with less host time where possible, as in ``quant_linear``."""
     out: Tensor
     if torch.compiler.is_compiling():
         out = torch.ops.qgemm.block_scaled_linear(x, weight, weight_scale, bias, residual)
@@ -112,11 +112,11 @@ def multiply(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """``torch.ops.qgemm.multiply``, past the dispatcher where nobody on that way would see the call.
+    """``torch.ops.qgemm.multiply``, bypassing the dispatcher where nothing in it needs to see the call.
 
-    ``out_dtype [..., N]`` of int8 ``q [..., K]`` with float32 ``row_scale [...]``, as ``quantize_rows`` and its fused
-    forms give them; ``weight`` int8 ``[N, K]``, ``weight_scale`` float32 ``[N]``, ``bias`` float ``[N]``. ``residual``:
-    ``out_dtype [..., N]``, added to the rounded product.
+    Returns ``out_dtype [..., N]`` for int8 ``q [..., K]`` with float32 ``row_scale [...]``, as ``quantize_rows`` and
+    its fused forms return them; ``weight`` int8 ``[N, K]``, ``weight_scale`` float32 ``[N]``, ``bias`` float ``[N]``.
+    ``residual``: ``out_dtype [..., N]``, added to the rounded product.
     """
     out: Tensor
     if seen_by_others(q, row_scale, weight, weight_scale, bias, residual):

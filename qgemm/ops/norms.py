@@ -1,14 +1,15 @@
-"""Norms ahead of quantized layers, with the residual before them.
+"""Norms before quantized layers, including the residual that is added first.
 
 - ``norm_quantize(x, weight, bias, norm, eps, input_scale, dtype)``: ``(q, row_scale)`` of ``norm(x)``.
 - ``add_norm_quantize(x, residual, branch_weight, weight, bias, norm, eps, input_scale, dtype)``:
   ``(total, q, row_scale)``, with ``total = residual + x``.
-- ``add_norm(x, residual, branch_weight, weight, bias, norm, eps)``: ``(total, norm(total))`` as floats. An operator
-  can't return its input or one tensor twice, so that is an empty tensor, ``[0]``: ``total`` where it is ``x``, and the
-  second without ``weight``.
+- ``add_norm(x, residual, branch_weight, weight, bias, norm, eps)``: ``(total, norm(total))`` as floats. An operator may
+  not return its input, nor one tensor twice; so ``total`` is an empty tensor, ``[0]``, if it would be ``x``, and so is
+  the second output without ``weight``.
 
 ``dispatch.py`` documents arguments and numbers; ``norm`` and ``eps`` are the fields of a ``Norm``. Floats have
-gradients for all that they are made of, quantized rows have none: a block that learns calls its float modules.
+gradients for everything that they are computed from, quantized rows have none: a block that is trained calls its float
+modules.
 """
 
 from typing import Any
@@ -33,7 +34,7 @@ def norm_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor]:
-    """``torch.ops.qgemm.norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    """``torch.ops.qgemm.norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
     out: tuple[Tensor, Tensor]
     if seen_by_others(x, weight, bias, input_scale):
         out = torch.ops.qgemm.norm_quantize(x, weight, bias, norm.kind, norm.eps, input_scale, dtype)
@@ -52,7 +53,7 @@ def add_norm_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.qgemm.add_norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    """``torch.ops.qgemm.add_norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
     out: tuple[Tensor, Tensor, Tensor]
     if seen_by_others(x, residual, branch_weight, weight, bias, input_scale):
         vectors = (branch_weight, weight, bias)
@@ -70,7 +71,7 @@ def add_norm(
     bias: Tensor | None,
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
-    """``dispatch.add_norm``, through ``torch.ops.qgemm.add_norm`` where somebody on that way would see the call."""
+    """``dispatch.add_norm``, called through ``torch.ops.qgemm.add_norm`` if the dispatcher needs to see the call."""
     if not seen_by_others(x, residual, branch_weight, weight, bias):
         return dispatch.add_norm(x, residual, branch_weight, weight, bias, norm)
     total, normed = torch.ops.qgemm.add_norm(x, residual, branch_weight, weight, bias, norm.kind, norm.eps)
@@ -154,7 +155,7 @@ def _add_norm_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Of ``add_norm_quantize`` and ``add_norm``."""
+    """The ``setup_context`` of ``add_norm_quantize`` and ``add_norm``."""
     x, residual, branch_weight, weight, _, kind, eps, *_ = inputs
     total, *rest = output
     if rest[0].dtype in OPERANDS:

@@ -16,7 +16,7 @@ from qgemm.ops.declare import operator
 
 
 def _fake(check: Callable[..., None], dtype: torch.dtype | None = None) -> Callable[..., Tensor]:
-    """That of a product with an ``out_dtype`` for its last argument, unless it always gives ``dtype``."""
+    """The fake of a product whose last argument is its ``out_dtype``, unless it always returns ``dtype``."""
 
     def fake(a: Tensor, b: Tensor, *others: Any) -> Tensor:
         check(a, b, *others)
@@ -124,7 +124,7 @@ def _matmul_jvp(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
         out = out + along_bias
     if activation is None:
         return out
-    # Of one value each: its derivative times the tangent is what it is times a gradient.
+    # Values are independent: the derivative times the tangent is the derivative times a gradient.
     inner = torch.ops.qgemm.matmul(a, b, bias, None, torch.float32)
     return _ACTIVATION_BACKWARD[activation](out, inner)
 

@@ -1,12 +1,13 @@
-"""Between a merged q|k|v product and attention.
+"""Operations between a merged q|k|v product and attention.
 
 - ``rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values, gated)``:
   queries, keys, values.
 - ``rotate_and_store(..., k, v, k_scale, v_scale, length)``: queries; keys and values go to a cache.
-- ``store_key_value(key, value, k, v, k_scale, v_scale, length)``: the cache alone.
+- ``store_key_value(key, value, k, v, k_scale, v_scale, length)``: only writes to the cache.
 - ``rotary_angles(positions, frequencies, scale, layout, dtype)``: cosines and sines. They have no gradient.
 
-The gradients of ``rotate`` are those of its formulas in PyTorch; with a cache there are none, not for queries either.
+The gradients of ``rotate`` are those of its formulas in PyTorch. The operators with a cache have none, not even for
+queries.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """``torch.ops.qgemm.route``: the experts of each token, and their weights.
 
 ``route(logits, bias, top_k, kind, normalized, in_float, scale, floor, groups, kept_groups, offset, rounded, margin) ->
-(weights, index)``; ``dispatch.route`` documents them, and those from ``top_k`` on are the fields of a ``Routing``.
-Weights have gradients for the logits; the bias has none, as the choice has none.
+(weights, index)``. ``dispatch.route`` documents the arguments; those from ``top_k`` on are the fields of a ``Routing``.
+Weights have gradients for the logits; the choice has none, and so the bias has none.
 """
 
 from dataclasses import astuple
@@ -19,7 +19,7 @@ from qgemm.ops.direct import seen_by_others
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``torch.ops.qgemm.route``, past the dispatcher where nobody on that way would see the call."""
+    """``torch.ops.qgemm.route``, bypassing the dispatcher where nothing in it needs to see the call."""
     out: tuple[Tensor, Tensor]
     if seen_by_others(logits, bias):
         out = torch.ops.qgemm.route(logits, bias, *astuple(routing))

@@ -1,4 +1,4 @@
-"""What is done to rows ahead of a product.
+"""What is computed on rows before a product.
 
 - ``quantize_rows(x, scale, zero_point, dtype)``: ``(q, row_scale)``.
 - ``quantize_groups(x)``: ``(q, scale)``, with a scale for each 128 values of a row.
@@ -25,7 +25,7 @@ from qgemm.ops.direct import seen_by_others
 def activation_quantize(
     x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
-    """``torch.ops.qgemm.activation_quantize``, past the dispatcher where nobody on that way would see the call."""
+    """``torch.ops.qgemm.activation_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
     out: tuple[Tensor, Tensor]
     if seen_by_others(x, input_scale):
         out = torch.ops.qgemm.activation_quantize(x, activation, gated, input_scale, dtype)
@@ -35,7 +35,7 @@ def activation_quantize(
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
-    """``torch.ops.qgemm.activate``, past the dispatcher where nobody on that way would see the call."""
+    """``torch.ops.qgemm.activate``, bypassing the dispatcher where nothing in it needs to see the call."""
     out: Tensor
     if seen_by_others(x):
         out = torch.ops.qgemm.activate(x, activation, gated)
@@ -63,7 +63,7 @@ operator(
     cpu=_quantize_rows,
     cuda=_quantize_rows,
     fake=_quantize_rows_fake,
-    **NO_GRADIENT,  # rounding has no useful one; quant_linear takes it for the identity
+    **NO_GRADIENT,  # rounding has no useful one; quant_linear treats it as the identity
 )
 
 

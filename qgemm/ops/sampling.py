@@ -1,4 +1,4 @@
-"""``torch.ops.qgemm.choose_tokens``: the next tokens of a batch; ``Choice`` documents its arguments."""
+"""``torch.ops.qgemm.choose_tokens``: the next tokens of a batch; ``Choice`` documents the arguments."""
 
 from typing import Any
 
