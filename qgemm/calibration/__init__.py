@@ -1,4 +1,4 @@
-"""Calibration: statistics of a float model's activations, and what is made of them: static scales, and recipes of
+"""Calibration: statistics of a float model's activations, and what they are used for: static scales, and recipes of
 methods that keep a quantized model close to the float one.
 """
 

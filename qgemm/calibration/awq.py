@@ -1,24 +1,25 @@
-"""AWQ: protects the weights that large inputs multiply, by a scale per input channel.
+"""AWQ: protects the weights that are multiplied by large inputs, with a scale per input channel.
 
 Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and Acceleration",
-https://arxiv.org/abs/2306.00978. A weight's column is multiplied by ``s_k`` before it is rounded, the input's channel
-divided by it: the column's error then counts ``1 / s_k`` as much, as long as the scales of its groups grow little.
+https://arxiv.org/abs/2306.00978. A weight's column is multiplied by ``s_k`` before it is rounded, and the input's
+channel is divided by it: the column's error then counts only ``1 / s_k`` as much, as long as the scales of its groups
+grow little.
 
     s = magnitude^ratio
 
-where ``magnitude [K]`` is the root mean square of each input channel, over the geometric mean of all; 1 for a channel
-of zeros. (The paper takes the mean absolute value, which the second moment doesn't know.) Of 20 ratios from 0, no
-scales, to 0.95, the one is taken that makes the error of the outputs least, relative to the outputs and summed over all
-layers with this input, where
+where ``magnitude [K]`` is the root mean square of each input channel, divided by the geometric mean of all; it is 1 for
+a channel of zeros. (The paper uses the mean absolute value, which can't be derived from the second moment.) Of 20
+ratios from 0, which means no scales, to 0.95, it takes the one with the minimum error of the outputs, relative to the
+outputs and summed over all layers with this input:
 
     error = mean |x (V / s - W)^T|^2 = trace((V / s - W) S (V / s - W)^T),    V = rounded(W * s)
 
-and ``S`` is the second moment of the inputs. Where weights have many rows, ratios are ranked by some of these, and the
-best ones and no scales are compared by all. The division goes into the norm or the linear layer ahead
-(``folding.py``); layers where that can't be are rounded without scales, and say so.
+with ``S`` the second moment of the inputs. For weights with many rows, ratios are ranked by a sample of the rows, and
+the best ones and no scales are compared by all rows. The division goes into the preceding norm or linear layer
+(``folding.py``); layers where that isn't possible are rounded without scales, with a note.
 
-Then weights are clipped: the scale of each group, or row, is the multiple of its plain one with which the group's part
-of the output errs least (``mse_scale``), as in the authors' code.
+Then weights are clipped: the scale of each group, or row, is the multiple of its plain scale with the minimum error of
+the group's part of the output (``mse_scale``), as in the authors' code.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ from qgemm.scheme import TensorScheme
 
 RATIOS = tuple(step / 20 for step in range(20))
 
-# Ratios are ranked by so many rows of each weight; these and no scales are compared by all rows.
+# Ratios are ranked by this many rows of each weight; the best ones and no scales are compared by all rows.
 _ROWS = 128
 _FINALISTS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class AWQScales:
-    """What ``awq_scales`` has found: ``scales [K]`` of this ``ratio``, and the sum of relative errors with them."""
+    """The result of ``awq_scales``: ``scales [K]`` for this ``ratio``, and the sum of relative errors with them."""
 
     scales: Tensor
     ratio: float
@@ -69,10 +70,10 @@ def awq_scales(
     schemes: Sequence[TensorScheme],
     tie: Callable[[Tensor], Tensor] = lambda scales: scales,
 ) -> AWQScales:
-    """Scales for input channels of this ``second_moment [K, K]``, which all of ``weights``, ``[N, K]`` each, take.
+    """Scales for input channels with this ``second_moment [K, K]``, which all ``weights`` read, ``[N, K]`` each.
 
     - ``schemes``: how each weight is to be rounded.
-    - ``tie``: what makes scales equal that must be (``Fold.tie``).
+    - ``tie``: a function that equalizes scales that must be equal (``Fold.tie``).
     """
     squares = second_moment.diagonal().float()
     alive = squares > 0
@@ -95,7 +96,7 @@ def awq_scales(
 def _losses(
     weights: Sequence[Tensor], second_moment: Tensor, schemes: Sequence[TensorScheme], candidates: Sequence[Tensor]
 ) -> list[float]:
-    """The sum of relative errors of the outputs of ``weights`` with each of the ``candidates [K]`` for scales."""
+    """The sum of relative errors of the outputs of ``weights``, with each of the ``candidates [K]`` as scales."""
     losses = [0.0] * len(candidates)
     for weight, scheme in zip(weights, schemes, strict=True):
         if power := output_power(weight, second_moment):
@@ -107,10 +108,10 @@ def _losses(
 
 @dataclass(frozen=True)
 class AWQ(Method):
-    """Scales the input channels of layers whose scales fold into the previous one, clips, and rounds to nearest.
+    """Scales the input channels of layers whose scales can be folded into the previous one; clips; rounds to nearest.
 
-    ``clip``: whether to search the scales of weights. Without it, and with ``GPTQ`` after it, they aren't clipped.
-    Lin et al. 2023, "AWQ", arXiv 2306.00978.
+    ``clip``: whether to search for the weights' scales. Without it, or if ``GPTQ`` follows, weights aren't clipped. Lin
+    et al. 2023, "AWQ", arXiv 2306.00978.
     """
 
     name: ClassVar[str] = "awq"
@@ -127,7 +128,7 @@ class AWQ(Method):
                 refused |= dict.fromkeys(quantized, "a rotation mixes its input's channels")
                 continue
             if quantized[0] not in seen:
-                continue  # said below
+                continue  # noted below
             moment = seen[quantized[0]].second_moment
             assert moment is not None
             weights, schemes = fold.weights(block)
@@ -137,7 +138,7 @@ class AWQ(Method):
             except ValueError as error:
                 refused |= dict.fromkeys(quantized, str(error))
             else:
-                # What the block would show if it ran again: other layers' inputs are what they were.
+                # As another run of the block would give it; the other layers' inputs haven't changed.
                 for name in quantized:
                     if (own := seen[name].second_moment) is not None:
                         own.div_(by[:, None]).div_(by)

@@ -1,9 +1,9 @@
-"""Bias correction: what a quantized layer's output is wrong by on average goes into its bias.
+"""Bias correction: adds the mean error of a quantized layer's output to its bias.
 
-``bias += E[x W^T] - E[x_q W_q^T] = E[x] (W - W_q)^T + E[x - x_q] W_q^T``, over the calibration data, ``x_q`` and
-``W_q`` being what the rounded input and weight stand for. Nagel et al. 2019, "Data-Free Quantization Through Weight
-Equalization and Bias Correction", arXiv 1906.04721, section 4.2, in its empirical form. It helps where inputs have a
-mean, as those after ReLU or GELU and channels that are always large have.
+``bias += E[x W^T] - E[x_q W_q^T] = E[x] (W - W_q)^T + E[x - x_q] W_q^T`` over the calibration data, where ``x_q`` and
+``W_q`` are the values of the rounded input and weight. Nagel et al. 2019, "Data-Free Quantization Through Weight
+Equalization and Bias Correction", arXiv 1906.04721, section 4.2, in its empirical form. It helps if the mean of the
+inputs isn't 0, as after ReLU or GELU and in channels that are always large.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BiasCorrection(Method):
     settles: ClassVar[tuple[Part, ...]] = ("biases",)
 
     def apply(self, block: Block) -> None:
-        """Adds to biases in place."""
+        """Corrects biases in place."""
         seen = block.collect([name for name, work in block.layers.items() if _bias(work) is not None], rows=_ROWS)
         for name, work in block.layers.items():
             bias = _bias(work)
@@ -48,7 +48,7 @@ class BiasCorrection(Method):
 
 @torch.no_grad()
 def mean_output_error(work: LayerWork, seen: InputStatistics) -> Tensor:
-    """``E[x W^T] - E[x_q W_q^T]``, float32 ``[N]``: the mean of ``x`` is of all inputs, that of ``x - x_q`` of rows."""
+    """``E[x W^T] - E[x_q W_q^T]``, float32 ``[N]``: ``E[x]`` is over all inputs, ``E[x - x_q]`` over the rows kept."""
     weight, scheme = rounded_weight(work).float(), work.scheme.weight
     rounded = dequantize(work.weight or round_to_nearest(weight, scheme), scheme)
     x, x_rounded = rounded_input(work, seen)

@@ -1,15 +1,15 @@
-"""Chains of blocks: the layers of a transformer, one after the other, so that one of them is worked on at a time.
+"""Chains of blocks: a transformer's layers, one after the other, so that one of them can be worked on at a time.
 
-A chain is found by running the model once with hooks: members of an ``nn.ModuleList`` (or ``nn.Sequential``), each
-called once, each given a tensor that the one before it returned. What else a block is given (masks, position
-embeddings, an encoder's output) is constant: ``capture`` gets it for every batch from a pass in which the chain's
-blocks let their input straight through, so it costs next to nothing. The blocks themselves then run alone, each on what
-those before it, quantized by then, return.
+A chain is found by running the model once with hooks. It consists of members of an ``nn.ModuleList`` (or
+``nn.Sequential``) that are each called once, with a tensor that the previous one returned. A block's other inputs
+(masks, position embeddings, an encoder's output) are constant: ``capture`` gets them for every batch from a pass in
+which the chain's blocks just return their input, so it costs next to nothing. The blocks themselves then run alone,
+each on the outputs of the preceding ones, which are quantized by then.
 
-Whether that is right is checked on the first batch: with another input to the chain, constants must be the same bits,
-and running block after block must give each of them the inputs that it has in the model. Where it doesn't, the chain is
-cut in two, and the second part is captured once the first one is quantized. Encoder-decoders have several chains for
-the same reason. Whatever is in no chain belongs to the rest of the model, which is worked on as a whole.
+Whether this is right is checked on the first batch: if the chain's input changes, the constants must keep the same
+bits, and running block after block must give each block the inputs that it has in the model. Where it doesn't, the
+chain is split in two, and the second part is captured after the first one is quantized. Encoder-decoders have several
+chains for the same reason. Whatever is in no chain belongs to the rest of the model, which is worked on as a whole.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from qgemm.calibration.hooks import hooked, replaced
 from qgemm.calibration.method import Call
 from qgemm.calibration.padding import Masks
 
-# Bytes at a time, so that comparing needs little memory.
+# Bytes that are compared at a time, so that it needs little memory.
 _PIECE = 1 << 26
 
 
 @dataclass(frozen=True)
 class Link:
-    """A tensor that a block returns, as another one's input.
+    """A tensor that one block returns and another one gets.
 
-    ``source``: the block's place in the chain. ``path``: the tensor's in the block's output.
+    ``source``: the index of the first block in the chain. ``path``: the tensor's path in that block's output.
     """
 
     source: int
@@ -49,9 +49,9 @@ class Link:
 class Chain:
     """Blocks of a model, by name, in the order in which they run.
 
-    - ``links``: for each block, the inputs that earlier blocks give, by the path of the input (``"[0][0]"`` is the
+    - ``links``: for each block, the inputs that come from earlier blocks, by the input's path (``"[0][0]"`` is the
       first argument).
-    - ``shortcuts``: for each block, how it may be left out while inputs are captured; None if it must run.
+    - ``shortcuts``: for each block, how to skip it while inputs are captured; None if it must run.
     """
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class Chain:
     shortcuts: tuple[Shortcut | None, ...]
 
     def part(self, start: int, end: int) -> Chain:
-        """The blocks from ``start`` up to ``end``; what came from blocks before is constant there."""
+        """The blocks from ``start`` up to ``end``; what earlier blocks return is constant for this part."""
         links = tuple(
             {path: Link(link.source - start, link.path) for path, link in links.items() if link.source >= start}
             for links in self.links[start:end]
@@ -69,7 +69,7 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class Shortcut:
-    """A block's output made of its input: the tensor at the path ``input`` in the place of the one at ``output``."""
+    """How to make a block's output from its input: the tensor at path ``input`` replaces the one at path ``output``."""
 
     input: str
     output: str
@@ -77,15 +77,15 @@ class Shortcut:
     spec: TreeSpec
 
     def output_of(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block, called with these, is to return; None in the place of all other tensors."""
-        # A copy: code between blocks may change it in place, and it would be the batch itself.
+        """The output of a skipped block for these arguments; all other tensors in it are None."""
+        # A copy, because code between blocks may change the value in place, and would change the batch itself.
         value = _flattened((args, kwargs))[0][self.input].clone()
         return tree_unflatten([value if path == self.output else None for path in self.paths], self.spec)
 
 
 @dataclass(eq=False)
 class _Event:
-    """One call of a block as the model runs."""
+    """One call of a block in a run of the model."""
 
     name: str
     digests: dict[str, Any]
@@ -98,7 +98,7 @@ class _Event:
 
 @dataclass(eq=False)
 class _Inputs:
-    """What a block was called with: ``leaves`` by path, without those that are links."""
+    """The inputs of a block's call: ``leaves`` by path, without links."""
 
     leaves: dict[str, Any]
     paths: list[str]
@@ -106,14 +106,14 @@ class _Inputs:
 
 
 class _Store:
-    """Where the inputs of one batch are kept: where they are, or on the CPU if blocks run on a ``device``."""
+    """Keeps the inputs of one batch: on their device, or on the CPU if blocks run on a ``device``."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._on_cpu = device is not None
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(self, leaf: Any) -> Any:
-        """A tensor itself, or its only copy; a copy of anything else that changes as blocks run, such as a cache."""
+        """A tensor itself, or its only copy; for anything else that changes as blocks run, such as a cache, a copy."""
         if not isinstance(leaf, Tensor):
             return _copied(leaf, None)
         if not self._on_cpu:
@@ -124,13 +124,13 @@ class _Store:
 
 
 class _Stop(BaseException):
-    """Ends a run of the model. No ``Exception``, so that no model takes it for an error of its own."""
+    """Ends a run of the model. It isn't an ``Exception``, so that no model handles it as an error of its own."""
 
 
 def find_chains(model: nn.Module, call: Call, layers: Iterable[nn.Module]) -> list[Chain]:
-    """The chains of ``model`` whose blocks hold ``layers``, in the order in which they run on ``call``.
+    """The chains of ``model`` whose blocks contain ``layers``, in the order in which ``call`` runs them.
 
-    ``model`` must be in eval mode, and compute the same bits for the same input.
+    ``model`` must be in eval mode, and return the same bits for the same input.
     """
     wanted = set(layers)
     members = _members(model, wanted)
@@ -138,7 +138,7 @@ def find_chains(model: nn.Module, call: Call, layers: Iterable[nn.Module]) -> li
     chains: list[Chain] = []
     for group in members.values():
         if any(name.startswith(f"{block}.") for name in group for chain in chains for block in chain.names):
-            continue  # within the block of a chain
+            continue  # nested in a block of another chain
         holding = {name for name, module in group.items() if not wanted.isdisjoint(module.modules())}
         runs = [_trimmed(run, holding) for run in _runs([event for event in events if event.name in group])]
         if any(sum(event.name in holding for event in run) > 1 for run in runs):
@@ -148,9 +148,9 @@ def find_chains(model: nn.Module, call: Call, layers: Iterable[nn.Module]) -> li
 
 
 def _members(model: nn.Module, wanted: set[nn.Module]) -> dict[str, dict[str, nn.Module]]:
-    """The members of each list, outer lists first; a module that is in two lists counts in the first one.
+    """The members of each list, outer lists first; a module in two lists counts only in the first one.
 
-    Layers aren't blocks: methods work on what is around a layer too.
+    Layers aren't blocks, because methods also work on what surrounds a layer.
     """
     seen = set(wanted)
     members: dict[str, dict[str, nn.Module]] = {}
@@ -164,9 +164,9 @@ def _members(model: nn.Module, wanted: set[nn.Module]) -> dict[str, dict[str, nn
 
 @torch.no_grad()
 def _trace(model: nn.Module, call: Call, blocks: dict[str, nn.Module]) -> list[_Event]:
-    """The calls of those blocks that are called once, in order."""
+    """The calls, in order, of those blocks that are called exactly once."""
     events: list[_Event] = []
-    # By id. Weak, so that no more activations are alive than usual; which one has an id now is asked then.
+    # By id, with weak references, so that activations don't live longer than usual. An id may have been reused.
     made: dict[int, tuple[weakref.ref[Tensor], _Event, str]] = {}
     running: dict[str, _Event] = {}
 
@@ -195,7 +195,7 @@ def _trace(model: nn.Module, call: Call, blocks: dict[str, nn.Module]) -> list[_
 
 
 def _runs(events: list[_Event]) -> list[list[_Event]]:
-    """The calls of one list's members, divided where a block isn't given what the one before it returned."""
+    """The calls of one list's members, split wherever a block doesn't get what the previous one returned."""
     runs: list[list[_Event]] = []
     for event in events:
         if runs and any(source is runs[-1][-1] for source, _ in event.links.values()):
@@ -206,13 +206,13 @@ def _runs(events: list[_Event]) -> list[list[_Event]]:
 
 
 def _trimmed(run: list[_Event], holding: set[str]) -> list[_Event]:
-    """From the first block to the last one that holds layers."""
+    """The run from the first to the last block that contains layers."""
     places = [place for place, event in enumerate(run) if event.name in holding]
     return run[places[0] : places[-1] + 1] if places else []
 
 
 def _checked(model: nn.Module, call: Call, run: list[_Event]) -> Iterator[Chain]:
-    """The run as one chain, or as several where it doesn't give its blocks the inputs that they have in the model."""
+    """The run as one chain, or as several where blocks run alone don't get the inputs that they have in the model."""
     chain = _chain_of(run)
     start = 0
     while start < len(run):
@@ -221,7 +221,7 @@ def _checked(model: nn.Module, call: Call, run: list[_Event]) -> Iterator[Chain]
             part = chain.part(start, len(run))
             try:
                 correct = _count_correct(model, part, run[start:], call)
-            except Exception:  # whatever a model does with None for a tensor
+            except Exception:  # a model may raise anything for None in place of a tensor
                 chain = replace(chain, shortcuts=(None,) * len(run))
                 correct = _count_correct(model, chain.part(start, len(run)), run[start:], call)
             end = start + max(correct, 1)
@@ -237,7 +237,7 @@ def _chain_of(run: list[_Event]) -> Chain:
     shortcuts: list[Shortcut | None] = []
     for place, event in enumerate(run):
         used = {link.path for others in links[place + 1 :] for link in others.values() if link.source == place}
-        # Where its input comes from the block before; the first block's is where the second one's is.
+        # The path of the input from the previous block; the first block's is the same as the second one's.
         given = links[place] if place else links[min(1, len(run) - 1)]
         slots = [path for path, link in given.items() if link.source == max(place - 1, 0)]
         passed = [
@@ -251,7 +251,7 @@ def _chain_of(run: list[_Event]) -> Chain:
 
 
 def _count_correct(model: nn.Module, chain: Chain, run: list[_Event], call: Call) -> int:
-    """How many blocks have the inputs and outputs that they have in the model, if they run by themselves."""
+    """How many blocks, run one by one, get and return the same tensors as in the model."""
     true, other = (capture(model, chain, [call], disturb=disturb) for disturb in (False, True))
     for place, event in enumerate(run):
         for inputs in (true, other):
@@ -268,28 +268,28 @@ def _count_correct(model: nn.Module, chain: Chain, run: list[_Event], call: Call
 
 
 class ChainInputs:
-    """What the blocks of a chain are called with on every batch that reaches it.
+    """The inputs of a chain's blocks, for every batch that reaches the chain.
 
-    In order: ``calls(place)`` for the block at ``place``, in whatever state it is, as often as wanted; then
-    ``advance(place, block)`` runs it for the blocks after it, if there are any, and forgets what it was called with.
+    To be used in order: ``calls(place)`` for the block at ``place``, in whatever state it is, as often as needed; then
+    ``advance(place, block)``, which runs it for the blocks after it, if any, and drops its inputs.
     """
 
     def __init__(
         self, chain: Chain, captured: list[list[_Inputs]], masks: list[Masks], device: torch.device | None
     ) -> None:
-        """``captured``: for each batch, for each block. ``masks``: of each batch.
+        """``captured``: for each batch, the inputs of each block. ``masks``: of each batch.
 
-        ``device``: where blocks run, and inputs are kept on the CPU. None: both are where they are.
+        ``device``: where blocks run, with inputs kept on the CPU. If None, both stay where they are.
         """
         self._chain, self._captured, self._masks, self._device = chain, captured, masks, device
         self._made: list[dict[Link, Tensor]] = [{} for _ in captured]
 
     def calls(self, place: int) -> Sequence[Call]:
-        """The calls of the block at ``place``; tensors are copies each time, for blocks that change them."""
+        """The calls of the block at ``place``; tensors are copied each time, because a block may change them."""
         return _Calls(self, place, len(self._captured))
 
     def constants(self, place: int) -> dict[str, Any]:
-        """What the block at ``place`` is given on the first batch beside what other blocks return, by path."""
+        """The inputs of the block at ``place`` on the first batch that don't come from other blocks, by path."""
         return self._captured[0][place].leaves if self._captured else {}
 
     def call(self, place: int, batch: int) -> Call:
@@ -307,7 +307,7 @@ class ChainInputs:
 
     @torch.no_grad()
     def advance(self, place: int, block: nn.Module) -> Any:
-        """Runs ``block``, the one at ``place``, and keeps what later blocks are given; returns the last output."""
+        """Runs ``block``, the one at ``place``, and keeps the inputs of later blocks; returns the last output."""
         later = {link for links in self._chain.links[place + 1 :] for link in links.values()}
         output = None
         for batch, captured in enumerate(self._captured):
@@ -326,7 +326,7 @@ class ChainInputs:
 
 
 class _Calls(Sequence[Call]):
-    """Made anew whenever one is asked for."""
+    """Calls that are built anew on every access."""
 
     def __init__(self, inputs: ChainInputs, place: int, count: int) -> None:
         self._inputs, self._place, self._count = inputs, place, count
@@ -348,10 +348,10 @@ def capture(
     *,
     disturb: bool = False,
 ) -> ChainInputs:
-    """Runs ``model``, as it is now, on every batch as far as the last block of ``chain``, for the blocks' inputs.
+    """Runs ``model``, as it is now, on every batch up to the last block of ``chain``, to get the blocks' inputs.
 
-    ``device``: as ``ChainInputs`` has it. ``disturb``: gives the first block another input than the model does.
-    Raises ``RuntimeError`` if a batch reaches only some of the blocks.
+    ``device``: as in ``ChainInputs``. ``disturb``: gives the first block a different input than the model does. Raises
+    ``RuntimeError`` if a batch reaches only some of the blocks.
     """
     modules = {name: model.get_submodule(name) for name in chain.names}
     captured, masks = [], []
@@ -410,8 +410,8 @@ def _shape(leaf: Any) -> Any:
 
 
 def _digest(leaf: Any) -> Any:
-    """What is equal for equal values, bit for bit; None for what can't be compared."""
-    if isinstance(leaf, Mapping):  # of a kind that isn't flattened, such as a UserDict
+    """A value that is equal for equal leaves, bit for bit; None for leaves that can't be compared."""
+    if isinstance(leaf, Mapping):  # of a type that isn't flattened, such as a UserDict
         return [(key, _digests(_flattened(value)[0])) for key, value in leaf.items()]
     if not isinstance(leaf, Tensor):
         return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str | None) else None
@@ -424,7 +424,7 @@ def _digest(leaf: Any) -> Any:
         if piece.numel() % 8 or piece.storage_offset() % 8:
             piece = torch.cat((piece, piece.new_zeros(-piece.numel() % 8)))
         words = piece.view(torch.int64)
-        # Each word times an odd number of its own, modulo 2^64.
+        # Each word is multiplied by a different odd number, modulo 2^64.
         factors = torch.arange(2 * start + 1, 2 * (start + len(words)), 2, device=words.device)
         total += int((words * factors).sum())
     return leaf.shape, leaf.dtype, total % 2**64
@@ -435,7 +435,7 @@ def _digests(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _disturbed(leaf: Any) -> Any:
-    """Other values than these, that a norm doesn't make the same again."""
+    """Values that differ from these, and that a norm doesn't make equal again."""
     return leaf.roll(1, -1) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim else leaf
 
 

@@ -1,15 +1,16 @@
-"""``choose_schemes``: a scheme for every layer of a model, within a budget of bytes or of damage.
+"""``choose_schemes``: a scheme for every layer of a model, within a budget of bytes or damage.
 
-From what each layer's quantization does alone (``sensitivity``), each gets a scheme, or none, which leaves it in float:
-with the least damage that fits into so many bytes, or in the fewest bytes that do no more damage.
+Given what quantizing each layer alone does (``sensitivity``), each layer gets a scheme, or none, which leaves it in
+float: with the minimum damage that fits into the bytes, or in the fewest bytes that do no more damage.
 
-Damages of layers are taken to add up, divergences as they are and relative errors in squares, as independent errors do.
-They do so roughly, and to more than comes of them in a model of 16 bits, where any change, however small, has later
-layers round differently, which each layer's damage has in it: in a small one by 2 to 6 times. So measure the result.
+The layers' damages are assumed to add up: divergences as they are, relative errors in squares, as independent errors
+do. That holds only roughly. In a 16-bit model the sum exceeds the real damage, by 2 to 6 times in a small one: any
+change, however small, makes later layers round differently, and every layer's damage includes that. So measure the
+result.
 
-That is a knapsack with one choice per layer. It is solved layer by layer over all pairs of bytes and damage that no
-other pair beats in both, which is exact as long as there are few of them, as in models of equal blocks. Of more than
-16,384 pairs as many are kept, the least damage in each of as many equal ranges of bytes.
+This is a knapsack with one choice per layer. It is solved layer by layer, over all pairs of bytes and damage that no
+other pair beats in both. That is exact as long as there are few pairs, as in models of equal blocks. Of more than
+16,384 pairs that many are kept: the one with the minimum damage in each of as many equal ranges of bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MOST_PAIRS = 1 << 14
 class Budget:
     """The maximum size or loss of a quantized model: exactly one of these.
 
-    - ``bytes``: the size of all parameters and buffers: a number, or text like ``"2GB"``, which is converted to one.
+    - ``bytes``: the size of all parameters and buffers: a number, or text such as ``"2GB"``, which is converted to one.
     - ``kl``: the KL divergence of the logits, in nats per token, estimated as the sum of the layers' divergences.
     - ``error``: for a model without logits, the relative error of the output, estimated as the root of the sum of the
       layers' squared errors.
@@ -47,7 +48,7 @@ class Budget:
     error: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` if not exactly one is given, it is no number, or below 0."""
+        """Raises ``ValueError`` unless exactly one is given, and it is a number of at least 0."""
         if isinstance(self.bytes, str):
             object.__setattr__(self, "bytes", parse_size(self.bytes, "bytes"))
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -59,9 +60,9 @@ class Budget:
 
 
 def choose_schemes(sensitivity: Sensitivity, budget: Budget) -> dict[str, str | None]:
-    """The name of the scheme, or None for float, of each layer in ``sensitivity``. Deterministic.
+    """Chooses a scheme for each layer in ``sensitivity``: returns its name, or None for float. Deterministic.
 
-    Raises ``ValueError`` if no choice fits into ``budget.bytes``, or if the budget limits ``kl`` and errors were
+    Raises ``ValueError`` if no choice fits into ``budget.bytes``, or if the budget limits ``kl`` but errors were
     measured, or vice versa.
     """
     for name in (KL, ERROR):
@@ -72,7 +73,7 @@ def choose_schemes(sensitivity: Sensitivity, budget: Budget) -> dict[str, str | 
         options[record.name].append(record)
     pairs = _Pairs(sensitivity.other_bytes)
     for records in options.values():
-        # Float comes first.
+        # Float is the first option.
         pairs.extend(
             [records[0].bytes_before, *(record.bytes_after for record in records)],
             [0.0, *(added_damage(record, sensitivity.metric) for record in records)],
@@ -84,10 +85,11 @@ def choose_schemes(sensitivity: Sensitivity, budget: Budget) -> dict[str, str | 
 def assign_schemes(
     layers: Sequence[Layer], schemes: Sequence[QuantScheme], budget: Budget, sensitivity: Sensitivity
 ) -> tuple[dict[str, QuantScheme], dict[str, str]]:
-    """For those of ``layers`` without a reason to stay in float: the scheme of each that gets one, and a note on it.
+    """For ``layers`` without a reason to stay in float: the scheme of each layer that gets one, and a note on it.
 
-    All others get their reason. Experts have ``QuantScheme.for_experts`` or none. Raises ``ValueError`` as
-    ``choose_schemes`` does, if ``sensitivity`` is of another model or of other schemes, and if all stay in float.
+    All others get a reason. Experts get ``QuantScheme.for_experts`` or none. Raises ``ValueError`` as
+    ``choose_schemes`` does, if ``sensitivity`` is of another model or of other schemes, and if all layers stay in
+    float.
     """
     if foreign := sorted({record.name for record in sensitivity.records} - {layer.name for layer in layers}):
         raise ValueError(
@@ -122,7 +124,7 @@ def assign_schemes(
 
 
 def _narrowed(sensitivity: Sensitivity, options: Collection[tuple[str, str]]) -> Sensitivity:
-    """What was measured of these layers under these schemes alone; the bytes of other layers count as they are."""
+    """The measurements of these layers under these schemes only; other layers count with their float bytes."""
     records = tuple(record for record in sensitivity.records if (record.name, record.scheme) in options)
     names = {record.name for record in records}
     dropped = {record.name: record.bytes_before for record in sensitivity.records if record.name not in names}
@@ -130,17 +132,17 @@ def _narrowed(sensitivity: Sensitivity, options: Collection[tuple[str, str]]) ->
 
 
 def added_damage(record: LayerSensitivity, metric: str) -> float:
-    """A layer's damage in the unit in which damages add up."""
+    """A layer's damage in the unit in which damages are summed."""
     return record.damage if metric == KL else record.damage**2
 
 
 class _Pairs:
-    """Bytes and damage of some choices for the first layers, by bytes; each next one has less damage."""
+    """The bytes and damage of choices for the first layers, by ascending bytes; every next pair has less damage."""
 
     def __init__(self, other_bytes: int) -> None:
         self._bytes = torch.tensor([other_bytes], device="cpu")
         self._damage = torch.zeros(1, dtype=torch.float64, device="cpu")
-        # For each layer: of every pair, the pair that it came from, and the layer's option.
+        # For each layer and each pair: the previous pair that it extends, and the layer's option.
         self._steps: list[tuple[Tensor, Tensor]] = []
 
     def extend(self, bytes: list[int], damages: list[float]) -> None:
@@ -157,7 +159,7 @@ class _Pairs:
         if len(total) > _MOST_PAIRS:
             width = (total[-1] - total[0]) / _MOST_PAIRS
             place = ((total - total[0]) / width).floor()
-            # The last of each range has the least damage; the very first pair must stay, or nothing might fit.
+            # The last pair of a range has the minimum damage; the very first pair must stay, or nothing might fit.
             kept = torch.cat((place[1:] != place[:-1], torch.ones(1, dtype=torch.bool, device="cpu")))
             kept[0] = True
             total, damage, order = total[kept], damage[kept], order[kept]
@@ -165,7 +167,7 @@ class _Pairs:
         self._steps.append((order // count, order % count))
 
     def choose(self, budget: Budget) -> list[int]:
-        """Each layer's option."""
+        """The option of each layer."""
         if budget.bytes is not None:
             assert not isinstance(budget.bytes, str)
             fitting = int((self._bytes <= budget.bytes).sum())

@@ -1,6 +1,7 @@
-"""``calibrate``: watches the inputs of a float model's layers as the model runs; ``find_scales``: for a plan's layers.
+"""``calibrate``: observes the inputs of a float model's layers as it runs; ``find_scales``: the scales for a plan.
 
-Hooks alone, no tracing: it works for whatever runs as plain PyTorch, and the model computes the same bits as without.
+It only uses hooks, no tracing: it works for everything that runs as plain PyTorch, and the model computes the same
+bits.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ def calibrate(
     """A context in which every call of ``model`` adds to the statistics of its layers' inputs.
 
     The layers are those that ``quantize_model`` would swap, except experts, which compute their scales at run time. The
-    model's outputs don't change. Padding, according to the ``attention_mask`` of a call of ``model``, doesn't count.
-    Hooks are removed at the end, also after an error.
+    model's outputs don't change. Padding doesn't count, as far as the ``attention_mask`` of a call of ``model`` marks
+    it. Hooks are removed at the end, also after an error.
 
     - ``observer``: ``"min-max"``, ``"moving-average"``, ``"percentile"``, ``"mse"``, or an ``Observer`` with
       other settings.
-    - ``skip``, ``include``: as for ``quantize_model``.
+    - ``skip``, ``include``: as in ``quantize_model``.
 
-    Warns at the end of layers and experts that saw no tokens. Raises ``ValueError`` as ``quantize_model`` does, before
-    the model runs; and in the model's call if a layer's input holds NaN or Inf.
+    Warns at the end about layers and experts that saw no tokens. Raises ``ValueError`` as ``quantize_model`` does,
+    before the model runs; and during a call of the model if a layer's input holds NaN or Inf.
     """
     check_model(model)
     with opened_attention(model):
@@ -72,11 +73,11 @@ def run_batches(
     observer: str | Observer = "min-max",
     progress: bool | None = None,
 ) -> Calibration:
-    """The statistics of the layers called ``names`` on ``batches``, in eval mode and without gradients.
+    """Collects the statistics of the layers ``names`` on ``batches``, in eval mode and without gradients.
 
     A batch is a mapping of keyword arguments, a tuple or list of arguments, or a tensor, on the model's device. Padding
-    doesn't count. The modules' training modes are restored. Warns of experts that saw no tokens. Raises
-    ``TypeError`` for any other batch, ``ValueError`` if there is none.
+    doesn't count. The modules' training modes are restored. Warns about experts that saw no tokens. Raises
+    ``TypeError`` for any other batch, ``ValueError`` if there is no batch.
     """
     experts = [layer.name for layer in find_layers(model) if layer.is_experts and not layer.reason]
     return _run(model, names, experts, batches, observer, progress)
@@ -89,10 +90,10 @@ def find_scales(
     calibration: Calibration | Iterable[Any] | None,
     progress: bool | None = None,
 ) -> SwapPlan:
-    """``plan`` with the scales of its layers' inputs: those in ``wanted``, or of a calibration, or of batches for one.
+    """``plan`` with its layers' input scales: from ``wanted``, from a calibration, or from batches.
 
-    Layers that calibration never called get their ``reason`` to stay in float, with a warning. Raises ``ValueError``
-    as ``quantize_model`` does.
+    Layers that the model never called get that as their ``reason`` to stay in float, with a warning. Raises
+    ``ValueError`` as ``quantize_model`` does.
     """
     scales = wanted.input_scales
     if calibration is not None:
@@ -131,7 +132,7 @@ def _run(
     observer: str | Observer,
     progress: bool | None,
 ) -> Calibration:
-    """As ``run_batches``, of a model whose ``experts`` are known."""
+    """As ``run_batches``, for a model whose ``experts`` are known."""
     check_batches(batches)
     bar = tqdm(batches, desc="calibrate", unit="batch", disable=None if progress is None else not progress)
     with _watched(model, names, experts, observer) as calibration, in_eval_mode(model), torch.no_grad():
@@ -141,7 +142,7 @@ def _run(
 
 
 def check_batches(batches: Any) -> None:
-    """Raises ``TypeError`` if ``batches`` is a single one, or nothing to iterate over."""
+    """Raises ``TypeError`` if ``batches`` is a single batch, or can't be iterated over."""
     if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
         raise TypeError(
             f"calibration is a {type(batches).__name__}; it takes a Calibration, or an iterable of batches: put a "
@@ -150,16 +151,16 @@ def check_batches(batches: Any) -> None:
 
 
 def as_calls(batches: Iterable[Any], name: str = "calibration") -> list[Call]:
-    """What all ``batches``, the argument of that name, have the model called with.
+    """The model calls that ``batches``, the argument of that name, stand for.
 
-    Raises ``TypeError`` if one is none, ``ValueError`` if there are none.
+    Raises ``TypeError`` if something isn't a batch, ``ValueError`` if there is none.
     """
     check_batches(batches)
     return list(_each_call(batches, name))
 
 
 def _each_call(batches: Iterable[Any], name: str = "calibration") -> Iterator[Call]:
-    """As ``as_calls``, one by one as they come."""
+    """As ``as_calls``, one call at a time."""
     index = -1
     for index, batch in enumerate(batches):
         if isinstance(batch, Call):
@@ -182,7 +183,7 @@ def _each_call(batches: Iterable[Any], name: str = "calibration") -> Iterator[Ca
 
 @contextmanager
 def _watched(model: nn.Module, names: list[str], experts: list[str], observer: str | Observer) -> Iterator[Calibration]:
-    """Inside, calls of ``model`` add to the statistics of ``names``; at the end it warns of unused ``experts``."""
+    """Inside, calls of ``model`` add to the statistics of ``names``; at the end it warns about unused ``experts``."""
     calibration, batch = Calibration(resolve_observer(observer)), Batch()
 
     def observe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -206,7 +207,7 @@ def _watched(model: nn.Module, names: list[str], experts: list[str], observer: s
 
 
 def warn_of_unused(experts: list[str]) -> None:
-    """Warns of ``unused_experts``, if there are any."""
+    """Warns about unused ``experts``, if there are any."""
     if experts:
         warn_user(
             f"{listed(experts)} saw no tokens, so the calibration of the layers around them doesn't cover tokens that "
@@ -215,7 +216,7 @@ def warn_of_unused(experts: list[str]) -> None:
 
 
 def warn_of_uncalled(names: list[str]) -> None:
-    """Warns of layers that stay in float since calibration has never called them, if there are any."""
+    """Warns about layers that stay in float because the model never called them, if there are any."""
     if names:
         warn_user(
             f"{listed(names)} saw no tokens of calibration and stay in float: either other code reads its "

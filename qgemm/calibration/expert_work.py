@@ -1,8 +1,8 @@
-"""``decide_experts``: a method's weights for a module of fused experts, each expert by the tokens that it saw.
+"""``decide_experts``: applies a method to fused experts, each expert according to the tokens that it saw.
 
-An expert is ``down(activation(gate_up(x)))``. The inputs of both products are made here, in float, of the rows that the
-router sent to it in the calibration: no hook sees them. One expert is worked on at a time, so that beside what the
-module was called with, memory is that of one layer.
+An expert is ``down(activation(gate_up(x)))``. The inputs of both products are recomputed here, in float, from the rows
+that the router sent to the expert during calibration, because no hook sees them. Experts are processed one at a time,
+so that, besides the module's inputs, memory is needed for one layer only.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from qgemm.nn.quant_layer import narrowed
 from qgemm.scheme import QuantScheme, TensorScheme
 
 MIN_TOKENS = 32
-"""An expert that saw fewer is rounded to nearest: so few rows say little of the others that it will see."""
+"""An expert that saw fewer tokens is rounded to nearest: so few rows say little about the others that it will get."""
 
 Decide = Callable[[Tensor, Tensor | None, TensorScheme], QuantizedWeight | None]
-"""A float weight ``[N, K]`` quantized for inputs of a second moment ``[K, K]``; None rounds to nearest."""
+"""Quantizes a float weight ``[N, K]`` for inputs with a second moment ``[K, K]``; None means rounding to nearest."""
 
 
 def routed_rows(
     source: FloatExperts, name: str, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """The rows ``[n, hidden_size]`` that experts called ``name`` are given, and whose they are, ``[n, top_k]``.
+    """The rows ``[n, hidden_size]`` that the experts ``name`` get, and the experts of each row, ``[n, top_k]``.
 
-    ``args``, ``kwargs``: what the module is called with. Padding is left out.
+    ``args``, ``kwargs``: the arguments of the module's call. Padding is left out.
     """
     given = dict(zip(("hidden_states", "top_k_index"), args, strict=False)) | kwargs
     rows = given["hidden_states"].detach()
     if not source.takes_sorted_rows:
         return batch.tokens(rows, name), batch.tokens(given["top_k_index"], name)
-    # As many for each, of zeros where a token isn't for it.
+    # Equally many rows for each expert, with zeros where a token isn't for it.
     rows = batch.tokens(rows.reshape(source.num_experts, -1, rows.shape[-1]).transpose(0, 1), name)
     token, expert = (rows != 0).any(-1).nonzero().unbind(1)
     return rows[token, expert], expert[:, None]
@@ -51,7 +51,7 @@ def routed_rows(
 
 @contextmanager
 def counted_experts(model: nn.Module, names: Iterable[str], batch: Batch) -> Iterator[dict[str, Tensor]]:
-    """Inside, the tokens that go to each expert of the modules called ``names`` are counted: by name, int64 ``[E]``.
+    """Inside, counts the tokens that go to each expert of the modules ``names``: by name, int64 ``[E]``.
 
     ``batch``: which rows are tokens.
     """
@@ -95,9 +95,9 @@ def _all_routed_rows(block: Block, work: ExpertsWork, source: FloatExperts) -> l
 
 @torch.no_grad()
 def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide, needs_rows: bool = True) -> None:
-    """Sets ``work.weights`` to what ``decide`` makes of each expert's weights, and says in its notes how many it did.
+    """Sets ``work.weights`` to what ``decide`` makes of each expert's weights, and adds a note with their number.
 
-    ``needs_rows``: whether ``decide`` is given second moments; then experts with fewer than ``MIN_TOKENS`` are
+    ``needs_rows``: whether ``decide`` needs second moments; if so, experts with fewer than ``MIN_TOKENS`` tokens are
     rounded to nearest.
     """
     source = describe_experts(work.module)

@@ -1,17 +1,19 @@
 """``find_folds``: where a scale per input channel of linear layers can go without changing the float function.
 
-``(x / s) (W * s)^T = x W^T``: dividing what comes into a layer by ``s [K]`` and multiplying its weight's columns by it
-changes nothing. The division costs nothing if it is folded into what makes ``x``: the gain of the norm ahead (and its
-bias), or the rows of the linear layer ahead, where between the two there is nothing, a product with a gate, an
-attention's weighted sum of values, or ReLU.
+``(x / s) (W * s)^T = x W^T``: dividing a layer's input by ``s [K]`` and multiplying its weight's columns by it changes
+nothing. The division costs nothing if it is folded into the source of ``x``: the gain (and bias) of the preceding norm,
+or the rows of the preceding linear layer, if between the two there is nothing, a product with a gate, an attention's
+weighted sum of values, or ReLU.
 
-A norm's layers are all those that are called with the very values that it returned, also those that stay in float and
-experts. Linear layers ahead are known by name (``up_proj`` and ``down_proj``). What was found this way is verified:
-with scales of 1, 2 and 4, which round nothing, all that the block returns must stay the same. So a norm whose output is
-also a residual (BERT), an activation that scales don't pass (GELU), or a consumer that wasn't seen is refused, by name.
-One batch doesn't show all. What a linear layer ahead makes is also verified much larger than it is, as there may be a
-limit of values that few tokens reach (``clip_qkv``). And where a layer that the batch doesn't reach has as many columns
-(of another modality, or an adapter that isn't active), nothing is folded.
+The layers of a norm are all modules that are called with the very values that it returned, including experts and layers
+that stay in float. Preceding linear layers are known by name (``up_proj`` and ``down_proj``). Each candidate is then
+verified: with scales of 1, 2 and 4, which cause no rounding, everything that the block returns must stay the same. So a
+norm whose output is also a residual (BERT), an activation that scales can't pass (GELU), or an unseen consumer is
+refused, by name.
+
+One batch doesn't show everything. For a preceding linear layer, the check is repeated with much larger outputs, because
+there may be a limit of values that few tokens reach (``clip_qkv``). And nothing is folded where a layer that the batch
+doesn't reach has as many columns (of another modality, or an inactive adapter).
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_expert
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
 from qgemm.scheme import INT8_ROWS, TensorScheme
 
-# (layer, what is ahead of it): ends of names with the same beginning. What can't pass a scale on is here too, so that
-# it is refused for its reason, and for models whose activation is ReLU.
+# (layer, preceding layer): ends of names with the same beginning. Pairs that can't pass a scale on are listed too, so
+# that they are refused with the right reason, and for models whose activation is ReLU.
 _PAIRS = (
     ("down_proj", "up_proj"),
     ("down_proj", "gate_up_proj"),
@@ -64,22 +66,22 @@ _PAIRS = (
     ("o_proj", "kv_b_proj"),
 )
 _HEAD_DIMS = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
-# Of the change that the scales make where nothing takes them back. A true fold's is 0 but for the rounding of gains
-# that are stored less 1; a false one's was more than a tenth in every model of the tests.
+# Relative to the change that the scales cause where nothing compensates for them. A true fold's is 0, but for the
+# rounding of gains that are stored minus 1; a false one's was more than a tenth in every model of the tests.
 _TOLERANCE = 0.02
-# How much larger values are made to find a limit; in float16 the first may overflow, and what overflows by the last one
-# is beyond any limit already.
+# How much larger values are made to find a limit. In float16 the first factor may overflow; what overflows with the
+# last one is beyond any limit already.
 _LARGER = (1024.0, 32.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Scales of the input channels of ``layers`` go into ``source``.
+    """Scales for the input channels of ``layers``, which go into ``source``.
 
-    - ``source``: the norm or linear layer that makes their input. ``layers``: all that take it, quantized or not.
-    - ``channels [K]``: int64, the output channel of ``source`` that each input column comes from; None if it is the
-      same. Grouped queries make several columns come from one.
-    - ``gain_offset``: the norm multiplies by ``gain_offset + weight``, which is 1 in Gemma.
+    - ``source``: the norm or linear layer that computes their input. ``layers``: all that read it, quantized or not.
+    - ``channels [K]``: int64, the output channel of ``source`` behind each input column; None if it has the same index.
+      With grouped queries, several columns come from one channel.
+    - ``gain_offset``: the norm multiplies by ``gain_offset + weight``; the offset is 1 in Gemma.
     """
 
     source: str
@@ -88,23 +90,23 @@ class Fold:
     gain_offset: float = 0.0
 
     def is_norm(self, block: Block) -> bool:
-        """Whether the source is a norm, not a linear layer."""
+        """Whether the source is a norm instead of a linear layer."""
         return _is_norm(block.model.get_submodule(self.source))
 
     def weights(self, block: Block) -> tuple[list[Tensor], list[TensorScheme]]:
-        """All weights that the scales go into and that get quantized, and how; experts' one by one."""
+        """All weights that the scales go into and that get quantized, with their schemes; experts' one by one."""
         weights: list[Tensor] = []
         schemes: list[TensorScheme] = []
         for name in self.layers:
             work = block.layers.get(name) or block.experts.get(name)
             for weight in input_weights(block.model.get_submodule(name)):
-                # Experts, [E, N, K]; a router stays in float.
+                # Experts are [E, N, K]; a router stays in float.
                 weights += [weight] if name in block.layers else weight if weight.ndim == 3 else []
             schemes += [work.scheme.weight if work else INT8_ROWS] * (len(weights) - len(schemes))
         return weights, schemes
 
     def undecide(self, block: Block) -> None:
-        """Takes back what methods have decided for weights that the fold changes."""
+        """Discards what methods have decided for the weights that the fold changes."""
         for name in (self.source, *self.layers):
             if name in block.layers:
                 block.layers[name].undecide()
@@ -112,7 +114,7 @@ class Fold:
                 block.experts[name].undecide()
 
     def tie(self, values: Tensor) -> Tensor:
-        """``values [K]`` with the largest of them wherever columns come from one channel: they share their scale."""
+        """``values [K]``, with their maximum for columns that come from one channel: these share a scale."""
         if self.channels is None:
             return values
         channels = self.channels.to(values.device)
@@ -123,9 +125,9 @@ class Fold:
     def apply(self, block: Block, scales: Tensor) -> Tensor:
         """Divides the source's output by ``scales [K]``, and multiplies the layers' columns by them, in place.
 
-        A norm's gain is rounded to its dtype; the columns are multiplied by what it was divided by in truth, which is
-        returned. Raises ``ValueError``, with the model as it was, if a scale isn't finite and positive, columns of one
-        channel have different ones, or a weight gets too large for its dtype.
+        A norm's gain is rounded to its dtype, so it is divided by slightly different numbers: these multiply the
+        columns and are returned. Raises ``ValueError``, with the model unchanged, if a scale isn't finite and positive,
+        if columns of one channel have different scales, or if a weight becomes too large for its dtype.
         """
         source = block.model.get_submodule(self.source)
         layers = {name: block.model.get_submodule(name) for name in self.layers}
@@ -145,7 +147,7 @@ class Fold:
         return divided
 
     def _divide(self, source: nn.Module, scales: Tensor) -> Tensor:
-        """Divides the source's output; returns by what, for each input column."""
+        """Divides the source's output; returns the actual divisor of each input column."""
         weight, bias = source.weight, source.bias if hasattr(source, "bias") else None
         assert isinstance(weight, Tensor)
         scales = scales.to(weight.device)
@@ -167,9 +169,9 @@ class Fold:
 
 
 def find_folds(block: Block) -> tuple[list[Fold], dict[str, str]]:
-    """The folds for the layers of ``block``, each layer in one at most, and why each other layer has none.
+    """The folds for the layers of ``block``, at most one per layer, and for each other layer why it has none.
 
-    Runs the block on its first batch, several times; the model is as it was afterwards.
+    Runs the block on its first batch, several times; leaves the model unchanged.
     """
     if not block.calls:
         return [], dict.fromkeys(block.layers, "there is no calibration data to verify a fold with")
@@ -228,7 +230,7 @@ def _is_verified(fold: Fold, block: Block, check: OutputCheck) -> bool:
 
 
 def idle_modules(block: Block) -> list[str]:
-    """The modules with parameters of their own that aren't called as the block runs, by full name."""
+    """The full names of modules with parameters of their own that aren't called when the block runs."""
     modules = {block.prefix + name: module for name, module in block.module.named_modules() if module._parameters}
     called: set[str] = set()
     with hooked(modules, lambda name, *_: called.add(name)):
@@ -237,7 +239,7 @@ def idle_modules(block: Block) -> list[str]:
 
 
 def _may_take_it(idle: Sequence[str], fold: Fold, model: nn.Module) -> str | None:
-    """One of the ``idle`` modules, beside those of ``fold``, whose weight is for as many columns."""
+    """One of the ``idle`` modules, other than those of ``fold``, whose weight has as many columns."""
     parts = zip(*(name.split(".") for name in (fold.source, *fold.layers)), strict=False)
     around = "".join(f"{each[0]}." for each in takewhile(lambda part: len({*part}) == 1, parts))
     K = input_weights(model.get_submodule(fold.layers[0]))[0].shape[-1]
@@ -250,15 +252,15 @@ def _may_take_it(idle: Sequence[str], fold: Fold, model: nn.Module) -> str | Non
 
 
 def _held_elsewhere(block: Block) -> dict[int, str]:
-    """The modules outside the block that hold parameters, by the parameters' ``id``."""
+    """The modules outside the block that hold parameters, by the parameter's ``id``."""
     named = block.model.named_parameters(remove_duplicate=False)
     return {id(parameter): name.rpartition(".")[0] for name, parameter in named if not name.startswith(block.prefix)}
 
 
 def input_weights(module: nn.Module) -> list[Tensor]:
-    """Views ``[..., K]`` of the weights by which ``module`` multiplies its input; none if it isn't known how it does.
+    """Views ``[..., K]`` of the weights by which ``module`` multiplies its input; none if that isn't known.
 
-    Linear layers, routers that hold a weight ``[E, K]``, and fused experts' first weight; in float.
+    It knows linear layers, routers with a weight ``[E, K]``, and fused experts' first weight; all in float.
     """
     weight = module._parameters.get("weight")
     if weight is not None and weight.ndim == 2:
@@ -271,7 +273,7 @@ def input_weights(module: nn.Module) -> list[Tensor]:
 
 
 def known_experts(module: nn.Module) -> FloatExperts | None:
-    """How ``module`` holds its experts; None if it has none, or not as qgemm knows them."""
+    """How ``module`` stores its experts; None if it has none, or in a layout that qgemm doesn't know."""
     if all(parameter.ndim != 3 for parameter in module.parameters(recurse=False)):
         return None
     try:
@@ -281,26 +283,26 @@ def known_experts(module: nn.Module) -> FloatExperts | None:
 
 
 class OutputCheck:
-    """Compares what a block gives for its first batch with what it gave before its weights were changed."""
+    """Compares a block's outputs for its first batch with those before its weights were changed."""
 
     @torch.no_grad()
     def __init__(self, block: Block) -> None:
-        """``block``: as it is now."""
+        """Keeps the outputs of ``block`` as it is now."""
         self._block = replace(block, calls=block.calls[:1])
         self._expected = self._outputs()
 
     @property
     def is_finite(self) -> bool:
-        """Whether what the block gives holds no NaN or Inf."""
+        """Whether the kept outputs contain no NaN or Inf."""
         return all(bool(output.isfinite().all()) for output in self._expected)
 
     @torch.no_grad()
     def keeps_outputs(
         self, modules: Sequence[nn.Module], change: Callable[[], object], half: Callable[[], object]
     ) -> bool:
-        """Applies ``change`` to ``modules``; undoes it, and returns False, unless the block returns what it did.
+        """Applies ``change`` to ``modules``; undoes it and returns False if the block's outputs differ.
 
-        ``half`` is the part of it that alone changes what the block returns: by that much, errors are measured.
+        ``half``: the part of the change that alone affects the outputs; errors are measured relative to its effect.
         """
         with as_they_were(modules):
             half()
@@ -314,26 +316,26 @@ class OutputCheck:
         return kept
 
     def _changes(self) -> list[Tensor]:
-        """By how much each row of each output has changed."""
+        """How much each row of each output has changed."""
         pairs = zip(self._outputs(), self._expected, strict=True)
         return [torch.atleast_1d(new - old).norm(dim=-1).flatten() for new, old in pairs]
 
     def _outputs(self) -> list[Tensor]:
         call = self._block.calls[0]
         returned = self._block.module(*call.args, **call.kwargs)
-        # What a block hands to later ones past its output (values that several layers share) it puts into a dictionary.
+        # A block passes values to later ones also through a dictionary (values that several layers share).
         handed_on = [value for value in call.kwargs.values() if isinstance(value, Mapping)]
         return [tensor.double() for tensor in float_tensors([returned, *handed_on])]
 
 
 def _is_small(error: Tensor, limit: Tensor) -> bool:
-    """Of all rows together, and of most: a few large ones would hide the others."""
+    """Whether the error is small over all rows together, and in most rows: a few large ones could hide the others."""
     most = int((error <= _TOLERANCE * limit).sum()) * 2 >= len(error)
     return most and bool(error.norm() <= _TOLERANCE * limit.norm())
 
 
 def float_tensors(output: Any) -> Iterator[Tensor]:
-    """The float tensors of what a module returned."""
+    """The float tensors in a module's output."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
@@ -343,9 +345,9 @@ def float_tensors(output: Any) -> Iterator[Tensor]:
 
 
 def norm_consumers(block: Block) -> dict[str, tuple[str, ...]]:
-    """The norms in a block, and what is called with the very values that each one returns, by name.
+    """The norms in a block, and the modules called with the very values that each of them returned, by name.
 
-    Of modules with a weight that is known (``input_weights``); norms without any such aren't in it.
+    Only modules with known weights count (``input_weights``); norms without such consumers are left out.
     """
     modules = {block.prefix + name: module for name, module in block.module.named_modules() if name}
     returned: dict[str, Tensor] = {}
@@ -382,7 +384,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _linear_candidates(block: Block) -> Iterator[list[Fold]]:
-    """For each pair of layers whose names say that one makes the other's input, the folds to try."""
+    """For each pair of layers that are connected according to their names, the folds to try."""
     names = {name for name, _ in block.model.named_modules()}
     for name, work in block.layers.items():
         for end, ahead in _PAIRS:
@@ -400,25 +402,25 @@ def _linear_candidates(block: Block) -> Iterator[list[Fold]]:
 
 
 def head_dim_of(model: nn.Module, names: Sequence[str]) -> int | None:
-    """The width of an attention's heads, of values if they have another, as a module around these layers has it."""
+    """The width of an attention's heads (of values, if theirs differs), from a module that contains these layers."""
     holders = [model.get_submodule(name.rpartition(".")[0]) for name in names]
     found = (getattr(holder, each, None) for holder in holders for each in _HEAD_DIMS)
     return next((width for width in found if isinstance(width, int)), None)
 
 
 def _arrangements(N: int, K: int, head_dim: int) -> Iterator[Tensor | None]:
-    """Which of ``N`` output channels may make each of the ``K`` input columns of the layer after, each way once."""
+    """Which of ``N`` output channels may be behind each of the ``K`` input columns of the next layer; each way once."""
     if N == K:
         yield None
         return
     column = torch.arange(K, device="cpu")
-    if N == 2 * K:  # gates, then ups
+    if N == 2 * K:  # gates, followed by ups
         yield column + K
     if K % head_dim:
         return
     head, within = column // head_dim, column % head_dim
     heads = K // head_dim
-    # Values alone; after all queries and keys; or after the queries and keys of their group of heads. Keys are as wide.
+    # Only values; after all queries and keys; or after the queries and keys of their group. Keys have the same width.
     alone = N
     fused = (N - K) // 2 if N > K and (N - K) % 2 == 0 else 0
     for width, is_fused in ((alone, False), (fused, True)):
@@ -432,13 +434,13 @@ def _arrangements(N: int, K: int, head_dim: int) -> Iterator[Tensor | None]:
         yield N - width + group * head_dim + within
         if groups > 1:
             yield group * (N // groups) + N // groups - head_dim + within
-    if N % heads == 0 and N // heads > head_dim:  # the last part of each head's own, as after latent attention's keys
+    if N % heads == 0 and N // heads > head_dim:  # the last part of each head, as after latent attention's keys
         yield head * (N // heads) + N // heads - head_dim + within
 
 
 @contextmanager
 def as_they_were(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
-    """At the end, the modules' own parameters are as they were, unless what this gives was called."""
+    """Restores the modules' own parameters at the end, unless the function that it yields was called."""
     kept = [(p, p.detach().clone()) for module in modules for p in module.parameters(recurse=False)]
     try:
         yield kept.clear

@@ -1,25 +1,26 @@
-"""GPTQ: rounds a weight column by column, and lets the columns still to come make up for each one's error.
+"""GPTQ: rounds a weight column by column, and lets the remaining columns compensate for each column's error.
 
 Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
 https://arxiv.org/abs/2210.17323. It lowers ``mean |(W - V) x|^2 = trace((W - V) S (W - V)^T)`` over the weights
 ``V [N, K]`` that the scales allow, where ``S [K, K]`` is the second moment of the layer's inputs (half of the paper's
-Hessian; the factor drops out). When column ``i`` is rounded, with ``S'`` the part of ``S`` from column ``i`` on,
+Hessian; the factor cancels out). When column ``i`` is rounded, with ``S'`` the part of ``S`` from column ``i`` on,
 
     e = (w_i - v_i) / inv(S')[0, 0],    W[:, j] -= e * inv(S')[0, j - i]    for j > i
 
-is the best that the columns after it can do (Optimal Brain Surgeon). For all ``i`` those rows of inverses are the rows
-of one upper triangular ``U``, each times its diagonal, where ``U^T U = inv(S)``: ``e = (w_i - v_i) / U[i, i]`` and
-``W[:, j] -= e * U[i, j]``. ``U`` is the inverse of ``R`` in ``S = R R^T``, ``R`` upper triangular, which is Cholesky's
-from the last column to the first. Updates beyond a block of columns wait until its end, as one matrix product.
+is the best update of the columns after it (Optimal Brain Surgeon). For all ``i``, these rows of inverses are the rows
+of one upper triangular ``U``, each times its diagonal element, where ``U^T U = inv(S)``: ``e = (w_i - v_i) / U[i, i]``
+and ``W[:, j] -= e * U[i, j]``. ``U`` is the inverse of the upper triangular ``R`` in ``S = R R^T``, which is Cholesky's
+factorization from the last column to the first. Updates beyond a block of columns wait until its end, and are made by
+one matrix product.
 
-- Damping: ``damping`` times the mean of its diagonal is added to ``S``'s; ten and a hundred times that if it is
-  singular. What ``x`` always has 0 for (a dead column) is rounded to nearest and moves nothing.
-- Order: columns of larger ``S[i, i]`` first, so that what matters more is rounded while more columns can make up for
-  it; equal ones in their own order.
-- Scales are found beforehand, from the weight as it comes. So groups are of neighbouring columns in any order, and the
-  result is stored like any other.
+- Damping: ``damping`` times the mean of the diagonal of ``S`` is added to the diagonal; ten and a hundred times as much
+  if it is singular. A column whose input is always 0 (a dead column) is rounded to nearest and changes no other.
+- Order: columns with larger ``S[i, i]`` first, so that what matters more is rounded while more columns can compensate;
+  ties in their own order.
+- Scales are computed beforehand, from the original weight. So groups consist of neighbouring columns in any order, and
+  the result is stored like any other.
 
-``S`` is factorized in float64; the weight is worked on in float32, or float64 if that is what it comes in.
+``S`` is factorized in float64; the weight is updated in float32, or in float64 if it has that dtype.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class SingularHessian(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class GPTQResult:
-    """A weight that ``gptq`` has rounded.
+    """A weight rounded by ``gptq``.
 
     - ``loss``: ``mean |x (W - V)^T|^2 / mean |x W^T|^2``.
-    - ``damping``: what it took.
+    - ``damping``: the damping that was needed.
     """
 
     weight: QuantizedWeight
@@ -74,12 +75,12 @@ def gptq(
     block_size: int = 128,
     scale: Tensor | None = None,
 ) -> GPTQResult:
-    """A float weight ``[N, K]`` as ``scheme`` has it, for inputs of this ``second_moment [K, K]``, on the same device.
+    """Rounds a float weight ``[N, K]`` to ``scheme``, for inputs with ``second_moment [K, K]``, on the same device.
 
     - ``act_order``: begin with the columns whose inputs are largest.
     - ``damping``: relative to the mean of the second moment's diagonal.
-    - ``block_size``: columns to work on at a time; changes nothing but speed and the last digit.
-    - ``scale``: as ``nearest_scale`` has it, which is the default.
+    - ``block_size``: columns to process at a time; affects only speed and the last digit.
+    - ``scale``: in the form of ``nearest_scale``, which is the default.
 
     Raises ``SingularHessian`` if the second moment holds NaN or Inf, or stays singular with 100 times the damping.
     """
@@ -93,7 +94,7 @@ def gptq(
     if not act_order:
         order = torch.arange(K, device=weight.device)
     factor, damping = _inverse_factor(second_moment, order, damping)
-    # Columns as rows, so that each is contiguous.
+    # Columns become rows, so that each is contiguous.
     columns = weight.detach().to(dtype).t()[order].contiguous()
     scales, zero = _by_column(scale.to(dtype), scheme.group_size, order), zero_points(weight, scheme)
     zeros = None if zero is None else _by_column(zero.to(dtype), scheme.group_size, order)
@@ -110,8 +111,8 @@ class GPTQ(Method):
 
     - ``act_order``: begin with the columns whose inputs are largest.
     - ``damping``: what is added to the diagonal of the inputs' second moment, relative to its mean; 0 or more.
-    - ``block_size``: columns to work on at a time, 1 or more; changes nothing but speed and the last digit.
-    - ``mse``: with the scales of minimum error, weighted by the inputs, instead of those of ``amax``. In a trained
+    - ``block_size``: columns to process at a time, 1 or more; affects only speed and the last digit.
+    - ``mse``: use the scales with the minimum error, weighted by the inputs, instead of those of ``amax``. In a trained
       model of 31 million parameters with 4 bits, the divergence of the logits was a tenth less with groups, and a
       quarter less with a scale per row.
 
@@ -137,13 +138,13 @@ class GPTQ(Method):
         """Rounds the weight of every layer, using one run of the block."""
         seen = block.collect(second_moment=True)
         for name, work in block.layers.items():
-            # A second moment takes more memory than most weights.
+            # Popped, because a second moment takes more memory than most weights.
             self._quantize(work, seen.pop(name, None))
         for experts in block.experts.values():
             decide_experts(block, experts, self.name, self._expert)
 
     def _expert(self, weight: Tensor, moment: Tensor | None, scheme: TensorScheme) -> QuantizedWeight | None:
-        """One expert's weight; None if it is no better than rounded to nearest."""
+        """One expert's weight; None if it is no better than rounding to nearest."""
         found = self._attempt(weight, moment, scheme)[2]
         return found.weight if isinstance(found, GPTQResult) else None
 
@@ -160,7 +161,7 @@ class GPTQ(Method):
     def _attempt(
         self, weight: Tensor, moment: Tensor | None, scheme: TensorScheme
     ) -> tuple[QuantizedWeight, float | None, GPTQResult | str]:
-        """The weight rounded to nearest and its loss; and what GPTQ makes of it, or why that isn't to be taken."""
+        """The weight rounded to nearest and its loss; and GPTQ's result, or the reason why it isn't used."""
         diagonal = None if moment is None else moment.diagonal()
         scale = mse_scale(weight, scheme, diagonal) if self.mse else nearest_scale(weight, scheme)
         plain = round_weight(weight, scale, scheme)
@@ -177,9 +178,9 @@ class GPTQ(Method):
 
 
 def _inverse_factor(moment: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Upper triangular ``U``, columns in ``order``, with ``U^T U = inv(moment + damping)``; and what damping it took.
+    """Upper triangular ``U``, columns in ``order``, with ``U^T U = inv(moment + damping)``; and the damping needed.
 
-    Beside ``moment``, no more than three matrices of its size, in float64, are there at a time.
+    Besides ``moment``, at most three matrices of its size, in float64, exist at a time.
     """
     backwards = order.flip(0)
     flipped = moment[backwards][:, backwards].double()
@@ -198,7 +199,7 @@ def _inverse_factor(moment: Tensor, order: Tensor, damping: float) -> tuple[Tens
 
 
 def _by_column(scale: Tensor, group_size: int | None, order: Tensor) -> list[Tensor]:
-    """The scales, or zero points, ``[N]`` of each column, in the order in which they come."""
+    """The scales, or zero points, ``[N]`` of each column, in the order of rounding."""
     if group_size is None:
         return [scale] * len(order)
     rows = scale.t().contiguous().unbind()
@@ -208,7 +209,7 @@ def _by_column(scale: Tensor, group_size: int | None, order: Tensor) -> list[Ten
 def _round_columns(
     columns: Tensor, factor: Tensor, scales: list[Tensor], zeros: list[Tensor] | None, form: Format, block_size: int
 ) -> Tensor:
-    """The values ``[K, N]`` for ``columns [K, N]``, which are worked on in place."""
+    """The values ``[K, N]`` for ``columns [K, N]``, which it changes in place."""
     values = torch.empty_like(columns, dtype=form.storage)
     for start in range(0, len(columns), block_size):
         end = min(start + block_size, len(columns))

@@ -1,12 +1,12 @@
-"""Hadamard rotations: outliers of a few channels are spread over many, which leaves less for rounding to lose.
+"""Hadamard rotations: spread outliers of a few channels over many, which reduces the rounding error.
 
 ``(x H) (W H)^T = x W^T`` for the orthonormal Walsh-Hadamard matrix ``H``. Ashkboos et al. 2024, "QuaRot",
-arXiv 2404.00456. Two of its places:
+arXiv 2404.00456. It is used in two places:
 
-- ``online``: the layer itself rotates its input as it runs (scheme ``int8-hadamard``), which works for any layer and
-  takes time; made for down-projections, whose inputs have outliers that no norm ahead could take.
-- ``values``: between an attention's values and its output projection, per head, both weights are rotated beforehand:
-  attention sums values over tokens, each channel by itself, so it is exact and free. It is verified as a fold is.
+- ``online``: the layer itself rotates its input at run time (scheme ``int8-hadamard``). This works for any layer, and
+  takes time; it is meant for down-projections, whose inputs have outliers that no preceding norm could absorb.
+- ``values``: between an attention's values and its output projection, both weights are rotated beforehand, per head.
+  Attention sums values over tokens, each channel separately, so this is exact and free. It is verified like a fold.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HadamardRotation(Method):
     """Rotates inputs; it comes before methods that round weights.
 
     - ``online``: which layers rotate their input at run time: ``"down-projections"``, ``"all"`` or ``"none"``.
-    - ``values``: whether attention values are rotated, head by head, where that is verified not to change the output.
+    - ``values``: whether to rotate attention values, head by head, where it is verified that the output stays the same.
 
     Ashkboos et al. 2024, "QuaRot", arXiv 2404.00456.
     """
@@ -52,7 +52,7 @@ class HadamardRotation(Method):
     values: bool = True
 
     def apply(self, block: Block) -> None:
-        """Changes weights in place, and layers' schemes."""
+        """Changes weights in place, and schemes of layers."""
         if self.values:
             for fold in find_folds(block)[0]:
                 if rotate_values(block, fold):
@@ -63,7 +63,7 @@ class HadamardRotation(Method):
 
 
 def is_down_projection(name: str) -> bool:
-    """Whether a layer is, by its name, the second one of a feed-forward network."""
+    """Whether a layer, by its name, is the second one of a feed-forward network."""
     return name.endswith(_DOWN_PROJECTIONS) and not name.endswith("attention.output.dense")
 
 
@@ -82,10 +82,10 @@ def _rotate_online(work: LayerWork) -> None:
 
 @torch.no_grad()
 def rotate_values(block: Block, fold: Fold) -> bool:
-    """Rotates an attention's values and its output projection's columns in place; whether that could be done.
+    """Rotates an attention's values and its output projection's columns in place; returns whether that was possible.
 
-    ``fold``: from the values to the output projection; nothing is done for any other. Blocks are the largest power of
-    two that divides a head's width.
+    ``fold``: from the values to the output projection; for any other, nothing is done. Blocks have the size of the
+    largest power of two that divides a head's width.
     """
     source = block.model.get_submodule(fold.source)
     layers = [block.model.get_submodule(name) for name in fold.layers]
@@ -106,7 +106,7 @@ def rotate_values(block: Block, fold: Fold) -> bool:
 
 
 def _rotate_rows(linear: nn.Module, groups: Tensor) -> None:
-    """Rotates the output channels ``groups [n, width]`` of a layer, each row of them by itself."""
+    """Rotates the output channels ``groups [n, width]`` of a layer, each group separately."""
     weight = linear_weight(linear).detach()
     groups = groups.to(weight.device)
     rows = weight[groups].double()  # [n, width, K]

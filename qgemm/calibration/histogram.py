@@ -1,9 +1,9 @@
-"""``Histogram``: how often values of each magnitude came, in a fixed number of bins, whatever their range.
+"""``Histogram``: how many values of each magnitude there were, in a fixed number of bins, whatever their range.
 
-The bins divide ``[0, 2^e)`` evenly, where ``2^e`` is the least power of two above the largest magnitude. When a larger
-one comes, the range doubles as often as needed and neighbouring bins are added. A bin's edges are powers of two times
-whole numbers, so no value changes its bin by rounding: the counts depend on the values alone, not on the order or the
-pieces in which they came, and merging histograms is exact.
+The bins divide ``[0, 2^e)`` evenly, where ``2^e`` is the smallest power of two above the largest magnitude. When a
+larger one comes, the range is doubled as often as needed and neighbouring bins are added up. A bin's edges are powers
+of two times whole numbers, so rounding never moves a value to another bin: the counts depend on the values alone, not
+on their order or how they were divided, and merging histograms is exact.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _LOG2_BINS = 12
 BINS = 1 << _LOG2_BINS
 """The largest magnitude lies in the upper half of them, so a bin is at most ``amax / 2048`` wide."""
 
-# Below, bins stay as they are: their width must be a normal float32, and 2^-100 is no activation.
+# Below this, bins don't shrink further: their width must be a normal float32, and 2^-100 is no realistic activation.
 _LEAST_EXPONENT = -100
-# Values at a time: indices take 8 bytes each.
+# Values that are counted at a time, because indices take 8 bytes each.
 _PIECE = 1 << 22
 
 
@@ -33,7 +33,7 @@ class Histogram:
 
     @classmethod
     def of(cls, magnitudes: Tensor, amax: float) -> Histogram:
-        """Of values that are 0 or more, in any shape; ``amax`` is the largest of them, finite."""
+        """The histogram of values of 0 or more, in any shape; ``amax`` is the largest of them, finite."""
         counts = torch.zeros(BINS, dtype=torch.int64, device=magnitudes.device)
         factor = 2.0 ** (_LOG2_BINS - _exponent(amax))
         for piece in magnitudes.reshape(-1).split(_PIECE):
@@ -42,11 +42,11 @@ class Histogram:
 
     @property
     def bin_width(self) -> float:
-        """How wide each bin is."""
+        """The width of a bin."""
         return 2.0 ** (_exponent(self.amax) - _LOG2_BINS)
 
     def merge(self, other: Histogram) -> Histogram:
-        """The histogram of the values of both; the same in any order."""
+        """The histogram of both sets of values; the same in either order."""
         amax = max(self.amax, other.amax)
         return Histogram(self._widened(amax) + other._widened(amax), amax)
 
@@ -58,12 +58,12 @@ class Histogram:
         return counts
 
     def percentile(self, percentile: float) -> float:
-        """A magnitude that ``percentile`` % of the values or more don't exceed: a bin's upper edge, or ``amax``."""
+        """A magnitude that at least ``percentile`` % of the values don't exceed: a bin's upper edge, or ``amax``."""
         wanted = math.ceil(int(self.counts.sum()) * percentile / 100)
         index = int(torch.searchsorted(self.counts.cumsum(0), wanted))
         return min((index + 1) * self.bin_width, self.amax)
 
 
 def _exponent(amax: float) -> int:
-    """The least ``e`` with ``amax < 2^e``."""
+    """The smallest ``e`` with ``amax < 2^e``."""
     return max(math.frexp(amax)[1], _LEAST_EXPONENT) if amax else _LEAST_EXPONENT

@@ -1,4 +1,4 @@
-"""What models and modules are for the time of a context: hooked, with other methods, in eval mode, without a cache."""
+"""Contexts that change models and modules temporarily: hooks, replaced methods, eval mode, no cache."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def hooked(
     *,
     first: bool = False,
 ) -> Iterator[None]:
-    """Inside, ``before(name, args, kwargs)`` runs ahead of each call of ``modules``, ``after(name, output)`` behind it.
+    """Inside, ``before(name, args, kwargs)`` runs before each call of ``modules``, ``after(name, output)`` after it.
 
-    ``first``: ahead of the hooks that are there. What ``before`` returns, if not None, are new arguments.
+    ``first``: before the existing hooks. If ``before`` returns something other than None, it is the new arguments.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
@@ -35,7 +35,7 @@ def hooked(
 
 @contextmanager
 def replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the module's method of that name is ``function``."""
+    """Inside, ``function`` replaces the module's method ``name``."""
     own = vars(module).get(name)
     setattr(module, name, function)
     try:
@@ -48,7 +48,7 @@ def replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iter
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, no module is in training mode; afterwards those are that were, or what is in their places."""
+    """Inside, no module is in training mode; afterwards the former modes are restored, also on replaced modules."""
     training = [name for name, module in model.named_modules() if module.training]
     model.eval()
     try:
@@ -62,7 +62,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Inside, transformers models keep no keys and values from call to call (``config.use_cache``)."""
+    """Inside, transformers models keep no keys and values between calls (``config.use_cache``)."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     using = [config for config in configs.values() if getattr(config, "use_cache", None)]
     for config in using:

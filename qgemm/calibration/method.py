@@ -1,7 +1,7 @@
-"""``Method``: one step of a recipe, and what it is given: a ``Block`` of a model with its ``LayerWork``.
+"""``Method``: one step of a recipe, and what it gets: a ``Block`` of a model with its ``LayerWork``.
 
-A recipe is applied block by block. Every method sees a block in float, with the inputs that reach it once all blocks
-before it are quantized, and with the changes that the methods before it made. It may change the block's float weights
+A recipe is applied block by block. Every method gets a block in float, with the inputs that reach it after all
+preceding blocks are quantized, and with the changes of the methods before it. It may change the block's float weights
 and biases in place, replace a layer's scheme, or decide a layer's quantized weight.
 """
 
@@ -28,23 +28,23 @@ Kind = TypeVar("Kind", bound="Method")
 Part = Literal["inputs", "weights", "biases"]
 
 PARTS: tuple[Part, ...] = get_args(Part)
-"""What methods settle of a layer; each rests upon those before it.
+"""The parts of a layer that methods determine; each depends on those before it.
 
 - ``"inputs"``: what is rounded: the layer's input and float weight, which are scaled, rotated or kept in part.
 - ``"weights"``: the quantized weight.
-- ``"biases"``: the bias, for what was rounded how.
+- ``"biases"``: the bias, according to what was rounded and how.
 """
 
 _UNDECIDED = "its weight was decided before a later method changed what is rounded: put that one first"
-# No setting is larger.
+# No setting may be larger.
 _MAX_NUMBER = 1 << 53
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight ``[N, K]`` that a method has quantized: its value is ``(values - zero_point) * scale``.
+    """A weight ``[N, K]`` that a method has quantized; it stands for ``(values - zero_point) * scale``.
 
-    - ``values``: ``[N, K]``, of the format of the scheme's weights.
+    - ``values``: ``[N, K]``, in the format of the scheme's weights.
     - ``scale``: float32 ``[N]``, or ``[N, ceil(K / group_size)]`` for a scheme with groups along K.
     - ``zero_point``: int8 with the shape of ``scale``, for a scheme with asymmetric weights; else None.
     """
@@ -55,7 +55,7 @@ class QuantizedWeight:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What there is of the three, in this order."""
+        """Those of the three that aren't None, in this order."""
         return (self.values, self.scale) if self.zero_point is None else (self.values, self.scale, self.zero_point)
 
 
@@ -65,8 +65,8 @@ class LayerWork:
 
     - ``name``: its dotted name in the model.
     - ``module``: the float layer, an ``nn.Linear`` or transformers' ``Conv1D``. ``qgemm.nn.linear_layer.linear_weight``
-      gives its weight as ``[N, K]``, a view of the parameter, which methods change in place.
-    - ``scheme``: how it is to be quantized; a method may replace it.
+      gives its weight as ``[N, K]``, a view of the parameter, which methods may change in place.
+    - ``scheme``: how it will be quantized; a method may replace it.
     - ``weight``: the weight that a method has rounded; None rounds to nearest.
     - ``outlier_columns``: int64 ``[c]``, ascending: columns of the input that stay in 16 bits.
     - ``notes``: its notes in the report.
@@ -88,12 +88,12 @@ class LayerWork:
 
     @property
     def decisions(self) -> dict[str, Any]:
-        """What ``swap`` is to take of it beside the scheme."""
+        """The arguments for ``swap`` that methods have decided, apart from the scheme."""
         weight = {} if self.weight is None else {"weight": self.weight.parts}
         return weight if self.outlier_columns is None else {**weight, "outlier_columns": self.outlier_columns}
 
     def undecide(self, why: str = _UNDECIDED) -> None:
-        """Discards the rounded weight, if there is one, because its input or float weight has changed."""
+        """Discards the rounded weight, if there is one, because the layer's input or float weight has changed."""
         if self.weight is not None:
             self.weight = self.loss = None
             self.notes.append(why)
@@ -101,11 +101,11 @@ class LayerWork:
 
 @dataclass(eq=False)
 class ExpertsWork:
-    """One module of fused experts on its way.
+    """One module of fused experts that is being quantized.
 
     - ``name``: its dotted name in the model; ``module``: the float one, as ``qgemm.nn.float_experts`` describes it.
-    - ``scheme``: how they are to be quantized.
-    - ``weights``: what a method has decided, each with a first dimension more, of E experts: ``"gate_up_proj"``,
+    - ``scheme``: how they will be quantized.
+    - ``weights``: the weights that a method has rounded, with a leading dimension of E experts: ``"gate_up_proj"``,
       gates before ups, and ``"down_proj"``; None rounds to nearest.
     - ``notes``: its notes in the report.
     """
@@ -135,7 +135,7 @@ class ExpertsWork:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments of a call of a module. ``masks``: those of its batch; None looks for them in the arguments."""
+    """The arguments of a module's call. ``masks``: those of its batch; if None, they are taken from the arguments."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -146,12 +146,12 @@ class Call:
 class Block:
     """A part of a model whose layers are quantized together.
 
-    - ``name``: ``"model.layers.3"``; ``""`` for the whole model, of which only some layers may be left to quantize.
-    - ``module``: the block itself. ``model``: all of it.
-    - ``layers``: by full name, those of this block that get quantized.
-    - ``calls``: what the block is called with, for each batch of calibration data; none without such data.
-    - ``experts``: by full name, the modules of fused experts in it that get quantized.
-    - ``unused``: the experts of those that calibration sent no token to, once that is known.
+    - ``name``: ``"model.layers.3"``; ``""`` for the whole model, of which perhaps only some layers remain to quantize.
+    - ``module``: the block itself. ``model``: the whole model.
+    - ``layers``: the block's layers to be quantized, by full name.
+    - ``calls``: the block's call for each batch of calibration data; empty without such data.
+    - ``experts``: the block's modules of fused experts to be quantized, by full name.
+    - ``unused``: those experts that got no token in calibration, once that is known.
     - ``batch``: which input rows of the current batch are tokens.
     """
 
@@ -166,16 +166,16 @@ class Block:
 
     @property
     def prefix(self) -> str:
-        """What the full names of modules in it begin with."""
+        """The prefix of the full names of modules in the block."""
         return f"{self.name}." if self.name else ""
 
     def collect(
         self, names: Iterable[str] | None = None, *, second_moment: bool = False, rows: int = 0
     ) -> dict[str, InputStatistics]:
-        """The statistics of the inputs of the layers called ``names``, all of ``layers`` if None, by name.
+        """Collects the statistics of the inputs of the layers ``names`` (None: all of ``layers``), by name.
 
-        Runs the block in its current state on all calibration data. Padding doesn't count. A layer without tokens isn't
-        in the result. Raises ``ValueError`` if a layer's input holds NaN or Inf.
+        Runs the block in its current state on all calibration data. Padding doesn't count. Layers without tokens are
+        left out of the result. Raises ``ValueError`` if a layer's input holds NaN or Inf.
         """
         wanted = list(self.layers if names is None else names)
         sums = {name: StatisticsSum(second_moment=second_moment, rows=rows) for name in wanted}
@@ -185,9 +185,9 @@ class Block:
         return {name: result for name, total in sums.items() if (result := total.result) is not None}
 
     def watch(self, names: Iterable[str], see: Callable[[str, Tensor, Tensor], None]) -> Iterator[Any]:
-        """As ``run``; calls ``see(name, x, tokens)`` for each input ``x`` of these layers, of which ``tokens`` count.
+        """As ``run``; calls ``see(name, x, tokens)`` for each input ``x`` of these layers, whose rows ``tokens`` count.
 
-        A ``ValueError`` of ``see`` names the layer.
+        A ``ValueError`` raised by ``see`` gets the layer's name.
         """
 
         def observe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -201,11 +201,11 @@ class Block:
             yield from self.run()
 
     def outputs(self) -> list[Tensor]:
-        """The first tensor of the output of the block in its current state, for each batch."""
+        """The first tensor of the block's output in its current state, for each batch."""
         return [first_tensor(output) for output in self.run()]
 
     def run(self) -> Iterator[Any]:
-        """The output of the block in its current state for each batch, in order; without gradients."""
+        """Yields the block's output in its current state for each batch, in order; without gradients."""
         for call in self.calls:
             self.batch.masks = call.masks or Masks.of(self.module, call.args, call.kwargs)
             with torch.no_grad():
@@ -217,9 +217,9 @@ class Method(ABC):
     """One step of a recipe. Subclasses are frozen dataclasses of plain settings: numbers, strings, bools, None.
 
     - ``name``: its key in a recipe's dictionary and in YAML.
-    - ``needs_data``: whether ``apply`` runs the block, so that there must be calibration data.
+    - ``needs_data``: whether ``apply`` runs the block, which requires calibration data.
     - ``settles``: the parts of layers that ``apply`` determines. A recipe is refused if a later method changes what
-      they depend on, or determines them again. A method that names nothing may come anywhere.
+      they depend on, or determines them again. A method with none may come anywhere.
     """
 
     name: ClassVar[str]
@@ -227,12 +227,12 @@ class Method(ABC):
     settles: ClassVar[tuple[Part, ...]] = ()
 
     def prepare(self, model: nn.Module, layers: dict[str, LayerWork]) -> None:
-        """Called once, before any block, for work on the whole model. ``layers``: all that get quantized."""
+        """Called once, before any block, for work on the whole model. ``layers``: all that will be quantized."""
         return None
 
     @abstractmethod
     def apply(self, block: Block) -> None:
-        """Works on one block; if it can't treat a layer, the reason is in that layer's ``notes``."""
+        """Works on one block; if it can't handle a layer, it adds the reason to that layer's ``notes``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Its settings as JSON-ready values."""
@@ -240,7 +240,7 @@ class Method(ABC):
 
     @classmethod
     def from_dict(cls: type[Kind], settings: Mapping[str, Any]) -> Kind:
-        """The method with these settings; the others have their defaults.
+        """Makes a method with these settings, and defaults for the others.
 
         Raises ``ValueError`` for an unknown setting, or one of a wrong type or range.
         """
@@ -256,7 +256,7 @@ class Method(ABC):
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The first tensor of what a module returned: a tensor, or a tuple, list or mapping that holds one."""
+    """The first tensor in a module's output: a tensor, or a tuple, list or mapping that contains one."""
     if isinstance(output, Tensor):
         return output
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
@@ -267,7 +267,7 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """What to try instead of a name that isn't known, as an error says it."""
+    """The text of an error that suggests known names instead of an unknown one."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3) if isinstance(name, str) and len(name) < 100 else []
     if close:
@@ -276,7 +276,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 class _SharedProducts:
-    """The products of the last input: layers beside each other, as q, k and v are, have the very same one."""
+    """Reuses the products of the last input, because parallel layers such as q, k and v read the same tensor."""
 
     def __init__(self) -> None:
         self._last: tuple[Tensor, int, Tensor] | None = None
@@ -299,14 +299,14 @@ def _fits(value: object, hint: Any) -> bool:
         return any(type(value) is type(each) and value == each for each in get_args(hint))
     if hint is type(None):
         return value is None
-    # What JSON and YAML hold may be infinite, or have thousands of digits.
+    # Numbers in JSON and YAML may be infinite, or have thousands of digits.
     if type(value) in (int, float):
         return _is_number(hint, value) or (hint is type(value) is int and abs(value) <= _MAX_NUMBER)  # type: ignore[arg-type]
     return type(value) is hint
 
 
 def _is_number(hint: Any, value: object) -> bool:
-    """Whether ``value`` is to be a float: a whole number does too, unless the setting may be one."""
+    """Whether ``value`` fits a float setting; a whole number also does, unless the setting may be a whole number."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if float not in kinds or (type(value) is int and int in kinds):
         return False

@@ -1,18 +1,18 @@
-"""Observers: what is kept of a layer's inputs, and the static scale that is made of it.
+"""Observers: statistics of a layer's inputs, and the static scale that is computed from them.
 
 ``scale = clip / 127``, and values beyond ``clip`` saturate. With a zero point, ``scale = (high - low) / 255``, where
-``low`` and ``high`` are the least and the largest value, but not beyond ``-clip`` and ``clip``. Observers differ in
+``low`` and ``high`` are the minimum and the maximum value, limited to ``-clip`` and ``clip``. Observers differ in
 ``clip``:
 
-- ``MinMax``: the largest magnitude that was seen, so that nothing saturates.
-- ``MovingAverage``: of the batches' largest magnitudes, each counting less with every batch after it.
-- ``Percentile``: what so many per cent of the values don't exceed.
-- ``MeanSquaredError``: what makes the squared error of int8 least.
+- ``MinMax``: the largest magnitude seen, so that nothing saturates.
+- ``MovingAverage``: an average of the batches' largest magnitudes, in which each counts less with every later batch.
+- ``Percentile``: the magnitude that a given percentage of the values don't exceed.
+- ``MeanSquaredError``: the magnitude that minimizes the squared error of int8.
 
-An observer is a value: ``update`` and ``merge`` return another one. All keep the least and the largest value of every
-input column, which costs them nothing. Of ``MinMax``, ``Percentile`` and ``MeanSquaredError``, merging in any order,
-and one pass over the same values in any batches, give the same bits; a ``MovingAverage`` depends on the order and the
-batches.
+An observer is a value: ``update`` and ``merge`` return a new one. All keep the minimum and the maximum of every input
+column, which costs them nothing. For ``MinMax``, ``Percentile`` and ``MeanSquaredError``, merging in any order gives
+the same bits as one pass over the same values, however they are divided into batches; a ``MovingAverage`` depends on
+the order and on the batches.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Observer(ABC):
     """Statistics of the inputs of one layer, ``[..., K]``; a new one is empty.
 
     - ``tokens``: the number of rows.
-    - ``channel_min [K]``, ``channel_max [K]``: float32, on the CPU: the minimum and maximum in each column;
-      None before any row.
+    - ``channel_min [K]``, ``channel_max [K]``: float32, on the CPU: the minimum and maximum in each column; None before
+      the first row.
     """
 
     name: ClassVar[str]
-    """What ``calibrate(observer=...)`` calls it."""
+    """The name that ``calibrate(observer=...)`` accepts for it."""
 
     tokens: int = field(default=0, kw_only=True)
     channel_min: Tensor | None = field(default=None, kw_only=True, repr=False)
@@ -68,7 +68,7 @@ class Observer(ABC):
         return {each.name: getattr(self, each.name) for each in fields(self) if not each.kw_only}
 
     def update(self: Kind, x: Tensor) -> Kind:
-        """With the rows of ``x [..., K]`` added, float16, bfloat16 or float32 on any device.
+        """Returns an observer with the rows of ``x [..., K]`` added, float16, bfloat16 or float32 on any device.
 
         Raises ``ValueError`` if ``x`` holds NaN or Inf.
         """
@@ -82,7 +82,7 @@ class Observer(ABC):
         return self._add(batch._see(rows))
 
     def merge(self: Kind, other: Kind) -> Kind:
-        """The combined statistics. Raises ``ValueError`` for different kinds, settings or widths."""
+        """Returns the combined statistics. Raises ``ValueError`` for different kinds, settings or widths."""
         if type(other) is not type(self) or other.settings != self.settings:
             raise ValueError(f"{_described(self)} can't be merged with {_described(other)}: both must be of one kind")
         if not other.tokens:
@@ -107,9 +107,10 @@ class Observer(ABC):
         return merged._join(self, other)
 
     def scale(self, form: Format = INT8) -> float:
-        """The scale for ``input_scales``: ``clip / 127``, at least the smallest normal float32; 1 if all was 0.
+        """The scale for ``input_scales``: ``clip / 127``, at least the smallest normal float32; 1 if all values are 0.
 
-        ``form``: of the values; that of fp8 is ``clip / 448``. Raises ``ValueError`` if it is empty.
+        ``form``: the format of the values; for fp8 the scale is ``clip / 448``. Raises ``ValueError`` if no row was
+        seen.
         """
         if not self.tokens:
             raise ValueError("no values were seen, so there is no scale: run the model on data first")
@@ -127,27 +128,27 @@ class Observer(ABC):
     def input_scale(self, scheme: QuantScheme) -> float | tuple[float, int]:
         """The value for ``input_scales`` of a layer with ``scheme``, a static one; raises like ``scale``."""
         assert scheme.activation is not None
-        with torch.device("cpu"):  # transformers builds models where a new tensor is on meta
+        with torch.device("cpu"):  # transformers builds models in a context where new tensors are on meta
             return self.scale_and_zero_point() if scheme.has_zero_point else self.scale(scheme.activation.format)
 
     def _blank(self: Kind) -> Kind:
         return type(self)(**self.settings)
 
     def _add(self: Kind, batch: Kind) -> Kind:
-        """With one batch added, which comes after all that was seen."""
+        """Returns the observer with one more batch, which comes after everything seen so far."""
         return self.merge(batch)
 
     def _see(self: Kind, rows: Tensor) -> Kind:
-        """As it is, with what is kept of these rows ``[tokens, K]`` beyond ``channel_min`` and ``channel_max``."""
+        """Returns the observer with what it keeps of these rows ``[tokens, K]`` besides the minima and maxima."""
         return self
 
     def _join(self: Kind, first: Kind, second: Kind) -> Kind:
-        """As it is, with what ``first`` and ``second`` keep beyond ``channel_min`` and ``channel_max``."""
+        """Returns the observer with what ``first`` and ``second`` keep besides the minima and maxima, combined."""
         return self
 
     @abstractmethod
     def _clip(self, form: Format) -> float:
-        """The largest magnitude that is to be stored unsaturated."""
+        """The largest magnitude that shouldn't saturate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +163,7 @@ class MinMax(Observer):
 
 @dataclass(frozen=True, eq=False)
 class MovingAverage(Observer):
-    """``clip = momentum * clip + (1 - momentum) * amax(batch)`` with every batch; of the first one, its ``amax``.
+    """``clip = momentum * clip + (1 - momentum) * amax(batch)`` for every batch; for the first one, its ``amax``.
 
     Merged averages are weighted by their numbers of batches.
     """
@@ -197,7 +198,7 @@ class MovingAverage(Observer):
 
 @dataclass(frozen=True, eq=False)
 class HistogramObserver(Observer):
-    """An observer that keeps a histogram of magnitudes. ``counts [BINS]``: of all rows, int64."""
+    """An observer that keeps a histogram of magnitudes. ``counts [BINS]``: int64, over all rows."""
 
     counts: Tensor = field(
         default_factory=lambda: torch.zeros(BINS, dtype=torch.int64, device="cpu"), kw_only=True, repr=False
@@ -205,7 +206,7 @@ class HistogramObserver(Observer):
 
     @property
     def histogram(self) -> Histogram:
-        """The magnitudes of all values."""
+        """The histogram of all values' magnitudes."""
         return Histogram(self.counts, self.amax)
 
     def _see(self: HistogramKind, rows: Tensor) -> HistogramKind:
@@ -235,8 +236,8 @@ class Percentile(HistogramObserver):
 class MeanSquaredError(HistogramObserver):
     """``clip``: of ``amax * 2^(-i/32)`` for ``i`` up to 256, the one with the minimum expected squared error of int8.
 
-    For fp8, ``amax``: clipping gains nothing in a format whose small values are closer together. Within a bin of the
-    histogram, values are assumed to be evenly spread.
+    For fp8 it is ``amax``: clipping gains nothing in a format whose small values are closer together. Within a bin of
+    the histogram, values are assumed to be evenly spread.
     """
 
     name = "mse"
@@ -250,11 +251,11 @@ class MeanSquaredError(HistogramObserver):
 
 
 def squared_error(histogram: Histogram, clips: Tensor) -> Tensor:
-    """For each clip, float64 ``[n]``, the sum of ``(x - s * q)^2`` over all values, in units of a bin's width squared.
+    """For each clip, float64 ``[n]``: the sum of ``(x - s * q)^2`` over all values, in units of a bin's width squared.
 
     ``s = clip / 127`` and ``q = min(round(x / s), 127)``. From 0 to ``t``, the integral of the error is
-    ``n * s^3 / 12 + (t - n * s)^3 / 3`` with ``n = min(round(t / s), 127)``: ``s^3 / 12`` for each whole step, and what
-    lies beyond the last one. The difference between a bin's edges is its mean error.
+    ``n * s^3 / 12 + (t - n * s)^3 / 3`` with ``n = min(round(t / s), 127)``: ``s^3 / 12`` for each whole step, plus the
+    part beyond the last step. The difference between a bin's edges is its mean error.
     """
     used = int(histogram.amax / histogram.bin_width) + 1
     edges = torch.arange(min(used, BINS) + 1, dtype=torch.float64, device="cpu")
@@ -276,7 +277,7 @@ OBSERVERS: dict[str, type[Observer]] = {
 
 
 def resolve_observer(observer: str | Observer) -> Observer:
-    """A new observer of that name, or with the settings of ``observer``; raises ``ValueError`` for anything else."""
+    """A new observer with that name, or with the settings of ``observer``; raises ``ValueError`` for anything else."""
     if isinstance(observer, Observer):
         return observer._blank()
     if not isinstance(observer, str) or observer not in OBSERVERS:
@@ -285,7 +286,7 @@ def resolve_observer(observer: str | Observer) -> Observer:
 
 
 def parse_observer(name: Any, settings: Any) -> Observer:
-    """The observer of that name, with ``Observer.settings`` that were stored.
+    """The observer with that name and with stored ``Observer.settings``.
 
     Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError`` for anything else.
     """

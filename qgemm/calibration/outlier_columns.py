@@ -1,8 +1,8 @@
-"""Outlier columns: the few input channels with large values stay in 16 bits, so that the others are rounded finely.
+"""Outlier columns: the few input channels with large values stay in 16 bits, so that the others get a finer scale.
 
-Dettmers et al. 2022, "LLM.int8()", arXiv 2208.07339: columns that hold a magnitude of 6 or more are multiplied apart.
-There they are found for every input as it comes; here once, from calibration data, since large models have their
-outliers in the same channels for all tokens.
+Dettmers et al. 2022, "LLM.int8()", arXiv 2208.07339: columns with a magnitude of 6 or more are multiplied separately.
+That paper finds them anew for every input. Here they are found once, from calibration data, because large models have
+their outliers in the same channels for all tokens.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.numerics.integers import round_up
 
 COLUMNS_AT_A_TIME = 16
-"""What counts of outlier columns are multiples of: as many as a tensor core takes at once."""
+"""Counts of outlier columns are multiples of this, the number that a tensor core processes at once."""
 
-# Beyond a quarter of all columns there is little left to gain from int8.
+# With more than a quarter of all columns, int8 gains little for the rest.
 _MIN_COLUMNS_PER_OUTLIER = 4
 
 
 @dataclass(frozen=True)
 class OutlierColumns(Method):
-    """Keeps the columns with the largest values of every layer's input in 16 bits, if its scheme allows that.
+    """Keeps the columns with the largest values of every layer's input in 16 bits, if the layer's scheme allows that.
 
-    - ``threshold``: keep columns that reach this magnitude on the calibration data; a layer without any is unchanged.
-    - ``count``: instead, the number of columns of every layer.
+    - ``threshold``: keep columns that reach this magnitude on the calibration data; layers without any are unchanged.
+    - ``count``: instead, the number of columns to keep in every layer.
 
-    Either number is rounded up to a multiple of 16, with the next largest columns. It comes before methods that round
-    weights. Layers without such columns, or that can't keep all of them, get a note. After Dettmers et al. 2022,
+    Either number is rounded up to a multiple of 16 by adding the next largest columns. It comes before methods that
+    round weights. Layers without such columns, or that can't keep all of them, get a note. After Dettmers et al. 2022,
     "LLM.int8()", arXiv 2208.07339.
     """
 
@@ -48,7 +48,7 @@ class OutlierColumns(Method):
             raise ValueError(f"count is {self.count}; it must be 1 or more, or None")
 
     def apply(self, block: Block) -> None:
-        """Chooses columns, and changes the layers' schemes."""
+        """Chooses columns, and changes the schemes of layers."""
         seen = block.collect()
         for name, work in block.layers.items():
             if name in seen:
@@ -77,9 +77,9 @@ class OutlierColumns(Method):
 
 
 def fill_columns(block: Block) -> None:
-    """Chooses the columns of layers whose scheme keeps some, where no method has: those with the largest values.
+    """Chooses columns for layers whose scheme keeps some, if no method has: those with the largest values.
 
-    A layer that saw no tokens, or has fewer columns than that, gets the scheme without them, and says so.
+    A layer that saw no tokens, or has too few columns, gets the scheme without outlier columns, and a note.
     """
     works = {}
     for name, work in block.layers.items():
@@ -96,5 +96,5 @@ def fill_columns(block: Block) -> None:
 
 
 def largest_columns(channel_amax: Tensor, count: int) -> Tensor:
-    """The ``count`` columns of largest magnitude, int64, ascending; of equal ones the first."""
+    """The ``count`` columns of largest magnitude, int64, ascending; of equal ones, the first."""
     return torch.sort(channel_amax, descending=True, stable=True).indices[:count].sort().values

@@ -1,9 +1,9 @@
-"""Padding doesn't count: which rows of a layer's input are tokens, by the attention masks that a batch comes with.
+"""Padding doesn't count: finds the rows of a layer's input that are tokens, by the attention masks of a batch.
 
-A mask is ``attention_mask [B, T]`` of what the model is called with, 0 where there is padding; for the decoder of an
-encoder-decoder it is ``decoder_attention_mask``. Rows are left out of an input that has the mask's shape in front:
-``[B, T, ...]``, ``[T, B, ...]``, or ``[B * T, ...]`` in the same order, as routers and experts have it. Whatever has
-another shape counts as a whole: pooled tokens, images, audio, rows that a model has gathered for one of its experts.
+A mask is the model's argument ``attention_mask [B, T]``, which is 0 for padding; for the decoder of an encoder-decoder
+it is ``decoder_attention_mask``. Rows are left out of an input whose leading dimensions are the mask's:
+``[B, T, ...]``, ``[T, B, ...]``, or ``[B * T, ...]`` in the same order, as in routers and experts. Inputs of other
+shapes count as a whole: pooled tokens, images, audio, rows that a model has gathered for one of its experts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Keys and values of a decoder's attention over what the encoder gives.
+# Keys and values of a decoder's attention to the encoder's output.
 _CROSS_ATTENTION = re.compile(r"(encoder_att|encdecatt|cross_?att|encoder_decoder_att)\w*\.(\w+\.)*(k|v|c_attn)", re.I)
 
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """The masks of one batch, bool ``[B, T]``, True for tokens; None where all are.
+    """The masks of one batch, bool ``[B, T]``, True for tokens; None if there is no padding.
 
-    - ``own``: of the model, or of an encoder-decoder's encoder.
-    - ``decoder``: of the decoder.
-    - ``has_decoder``: whether there is one beside an encoder.
+    - ``own``: the mask of the model, or of an encoder-decoder's encoder.
+    - ``decoder``: the mask of the decoder.
+    - ``has_decoder``: whether there is a decoder besides an encoder.
     """
 
     own: Tensor | None = None
@@ -36,7 +36,7 @@ class Masks:
 
     @classmethod
     def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Masks:
-        """The masks among what ``model`` is called with."""
+        """The masks among the arguments of ``model``."""
         given = _named_arguments(model, args, kwargs)
         own, decoder = (_as_mask(given.get(name)) for name in ("attention_mask", "decoder_attention_mask"))
         is_both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
@@ -45,7 +45,7 @@ class Masks:
     def tokens(self, x: Tensor, name: str) -> Tensor:
         """The rows of ``x`` that are tokens, ``[n, ...]``; ``x`` itself if there is no padding.
 
-        ``x``: an input or an output of the layer called ``name``.
+        ``x``: an input or an output of the layer ``name``.
         """
         mask = self._mask_for(x, name)
         if mask is None:
@@ -56,7 +56,7 @@ class Masks:
         return (x if x.shape[:2] == mask.shape else x.transpose(0, 1))[mask]
 
     def output_tokens(self, x: Tensor) -> Tensor:
-        """As ``tokens``, of what the model returns."""
+        """As ``tokens``, for an output of the model."""
         mask = self.decoder if self.has_decoder else self.own
         return Masks(mask).tokens(x, "")
 
@@ -67,17 +67,17 @@ class Masks:
         is_decoder = _is_in_decoder(name)
         if is_decoder is not None:
             return decoder if is_decoder else own
-        # Its name doesn't say of which it is: what is padding in both.
+        # The name doesn't say whose tokens these are, so only what is padding in both is left out.
         if own is not None and decoder is not None and own.shape == decoder.shape:
             return own | decoder
         return decoder
 
 
 class Batch:
-    """What is known of the batch that runs: its ``masks``, which are asked by hooks of layers."""
+    """The state of the running batch: its ``masks``, which hooks of layers read."""
 
     def __init__(self) -> None:
-        """No batch runs."""
+        """Starts without a running batch."""
         self.masks = Masks()
 
     def tokens(self, x: Tensor, name: str) -> Tensor:
@@ -86,7 +86,7 @@ class Batch:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Inside, ``masks`` are those of the call of ``model`` that runs."""
+        """Inside, ``masks`` are those of the running call of ``model``."""
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.masks = Masks.of(module, args, kwargs)
@@ -101,7 +101,7 @@ class Batch:
 
 
 def _named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, and what mappings among them hold."""
+    """The arguments by name, and the contents of mappings among them."""
     forward: Callable[..., Any] = model.forward
     try:
         bound = inspect.signature(forward).bind_partial(*args).arguments if args else {}
@@ -113,7 +113,7 @@ def _named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _as_mask(value: Any) -> Tensor | None:
-    """A mask ``[B, T]`` that leaves something out."""
+    """``value`` as a mask ``[B, T]``; None if it isn't one or leaves nothing out."""
     if not isinstance(value, Tensor) or value.ndim != 2 or value.device.type == "meta":
         return None
     mask = value != 0
@@ -129,7 +129,7 @@ def _fits(x: Tensor, mask: Tensor) -> bool:
 
 
 def _is_in_decoder(name: str) -> bool | None:
-    """Whether a layer's input is of the decoder's tokens; None where its name doesn't say."""
+    """Whether a layer's input consists of the decoder's tokens; None if its name doesn't tell."""
     sides = [part for part in name.lower().split(".") if "encoder" in part or "decoder" in part]
     if not sides:
         return None

@@ -1,11 +1,11 @@
 """``quantize_blocks``: quantizes the layers of a model, as planned, block by block.
 
-Of every block in order (``blocks.py`` says what the blocks are): each method of the recipe is applied; under a static
-scheme, the scales of activations are found on the block as it then is; its layers are swapped; and what the quantized
-block returns is what the next one is worked on with. So later blocks make up for errors of earlier ones, and only one
-block at a time needs to be where it is computed (``device``). Nothing is random: the same call gives the same bits.
+For every block in order (``blocks.py`` defines the blocks): each method of the recipe is applied; under a static
+scheme, activation scales are found on the block as it then is; its layers are swapped; and the quantized block's
+outputs become the inputs of the next one. So later blocks compensate for errors of earlier ones, and only one block at
+a time needs to be on the device that computes (``device``). Nothing is random: the same call gives the same bits.
 
-Without data the whole model is the one block, and without methods nothing is left of all this but the swaps.
+Without data, the whole model is a single block; without methods, only the swaps remain.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def quantize_blocks(
 ) -> dict[str, LayerRecord]:
     """Swaps the layers that ``plan`` chooses for quantized ones, in place; returns their records by name.
 
-    - ``wanted``: the recipe, the observer of activations under static schemes, where blocks are worked on, and where
-      finished ones are kept.
-    - ``calls``: the calibration data. Without any, ``plan`` has the scales, and no method may need data.
+    - ``wanted``: the recipe, the observer of activations under static schemes, the device that blocks are processed on,
+      and the folder for finished ones.
+    - ``calls``: the calibration data. Without any, ``plan`` contains the scales, and no method may need data.
 
-    Warns of layers that saw no token under a static scheme, and of experts without any. Raises ``ValueError`` if
-    ``wanted.resume`` is of another run, and as methods and observers do, with the model changed in part.
+    Warns about layers that saw no token under a static scheme, and about experts without any. Raises ``ValueError`` if
+    ``wanted.resume`` belongs to another run, and as methods and observers do; the model is then partly changed.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -69,10 +69,10 @@ def quantize_blocks(
 class _Run:
     """The state of ``quantize_blocks``.
 
-    - ``works``: the linear layers that are still to be quantized.
-    - ``contents``: for each block of a chain that holds some, the names of its layers, in order.
-    - ``records``: what has become of the layers that are done.
-    - ``has_changed``: whether the model can't be brought back to what it was.
+    - ``works``: the linear layers that remain to be quantized.
+    - ``contents``: for each block of a chain that has layers, their names, in order.
+    - ``records``: the records of finished layers.
+    - ``has_changed``: whether the model can't be restored any more.
     """
 
     has_changed: bool = False
@@ -94,7 +94,7 @@ class _Run:
         self.unused: list[str] = []
 
     def quantize_all(self) -> None:
-        """Quantizes chain by chain, and then the rest with the whole model as one block."""
+        """Quantizes chain by chain, and then the remaining layers with the whole model as one block."""
         modules = [self.model.get_submodule(name) for name in self.layers]
         chains = find_chains(self.model, self.calls[0], modules) if self.calls else []
         del modules
@@ -118,7 +118,7 @@ class _Run:
             self.has_changed = before != [parameter._version for parameter in self.model.parameters()]
 
     def divide(self, chains: Sequence[Chain]) -> None:
-        """Finds the block of each layer; a layer that is in several blocks belongs to the rest of the model."""
+        """Finds the block of each layer; a layer in several blocks belongs to the rest of the model."""
         names = {self.model.get_submodule(name): name for name in self.layers}
         blocks = [name for chain in chains for name in chain.names]
         found = [
@@ -133,7 +133,7 @@ class _Run:
         self.contents = {block: names for block, names in contents.items() if names}
 
     def quantize_chain(self, chain: Chain) -> None:
-        """Quantizes the layers in a chain's blocks, block by block, or takes those that are finished already."""
+        """Quantizes the layers in a chain's blocks, block by block, or restores blocks that are already finished."""
         inputs = None
         if not all(self._is_finished(name) for name in chain.names):
             inputs = capture(self.model, chain, self.calls, self.wanted.device)
@@ -152,16 +152,16 @@ class _Run:
                 self.folder.save(self._number(name), name, self.model.get_submodule(name), records)
 
     def _restore(self, name: str, names: list[str]) -> None:
-        """Takes the layers called ``names``, of the block called ``name``, which is finished, from the folder."""
+        """Restores the layers ``names`` of the finished block ``name`` from the folder."""
         assert self.folder is not None
         for each in names:
             self.works.pop(each, None)
         self._note(self.folder.restore(self._number(name), self.model, self.layers))
 
     def _quantize(self, name: str, names: list[str], calls: Sequence[Call]) -> None:
-        """Quantizes the layers called ``names``, of the block called ``name``, which is called with ``calls``."""
+        """Quantizes the layers ``names`` of the block ``name``, which is called with ``calls``."""
         experts = [each for each in names if self.layers[each].is_experts]
-        # They are nowhere else from then on: a reference would keep a float weight alive.
+        # Popped, because another reference would keep a float weight alive.
         block = Block(
             name,
             self.model.get_submodule(name),
@@ -177,7 +177,7 @@ class _Run:
         self.unused += block.unused
 
     def _note(self, records: Iterable[LayerRecord]) -> None:
-        """Keeps the records of layers, as each of them is done, and shows it."""
+        """Keeps each layer's record when it is finished, and shows it in the progress bar."""
         for record in records:
             self.has_changed = True
             self.records[record.name] = record
@@ -189,7 +189,7 @@ class _Run:
         return block not in self.contents or (self.folder is not None and self.folder.has(self._number(block)))
 
     def _about(self, chains: Sequence[Chain]) -> dict[str, Any]:
-        """What the run is, so that it isn't gone on with as another one; each key is what errors call it."""
+        """What identifies the run, so that it isn't continued as a different one; the keys appear in errors."""
         return {
             "version of qgemm": __version__,
             "recipe": self.recipe.to_dict(),
@@ -202,15 +202,15 @@ class _Run:
         }
 
     def _number(self, block: str) -> int:
-        """Which of the blocks with layers it is."""
+        """The index of the block among those with layers."""
         return list(self.contents).index(block)
 
 
 @contextmanager
 def _placed(model: nn.Module, name: str, device: torch.device | None) -> Iterator[None]:
-    """Inside, a module is on ``device``; afterwards it, or what is in its place, is where the module was.
+    """Inside, a module is on ``device``; afterwards it, or its replacement, is back where it was.
 
-    So are float layers that have been in it, if somebody keeps them.
+    So are float layers that were part of it, if they still exist.
     """
     if device is None:
         yield

@@ -1,4 +1,4 @@
-"""``Quantization``: what is to be done to a model, as one value that is checked, stored and read.
+"""``Quantization``: how to quantize a model, as one value that is checked, stored and loaded.
 
 ```yaml
 scheme: [["*.mlp.*", int4], ["*", int8-static]]
@@ -7,8 +7,8 @@ recipe: [smoothquant, gptq: {damping: 0.02}]
 observer: percentile
 ```
 
-``quantize_model``, ``quantize_checkpoint``, ``QGemmConfig`` and the command make it of their arguments. The data that a
-model runs on isn't in it: batches, and what was measured on them.
+``quantize_model``, ``quantize_checkpoint``, ``QGemmConfig`` and the command line make it from their arguments. Data
+isn't part of it: neither batches nor measurements.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from qgemm.nn import linear_class
 from qgemm.nn.linear_layer import InputScale
 from qgemm.scheme import QuantScheme, resolve_scheme
 
-# Scales by name of a model of 10,000 layers.
+# Enough for the scales of a model with 10,000 layers, by name.
 _MAX_FILE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What is to be done to a model; ``quantize_model`` says what each of these does. ``of`` makes one of arguments.
+    """How to quantize a model; ``quantize_model`` explains each field. ``of`` makes one from arguments.
 
     - ``schemes``: by pattern; None leaves layers in float.
-    - ``options``: the schemes that ``budget`` chooses from.
+    - ``options``: the schemes that ``budget`` may choose from.
     """
 
     schemes: Mapping[Pattern, QuantScheme | None]
@@ -73,7 +73,7 @@ class Quantization:
         device: torch.device | str | None = None,
         resume: str | Path | None = None,
     ) -> Quantization:
-        """What these arguments of ``quantize_model`` say; raises as it does for what can be told without a model."""
+        """Makes one from the arguments of ``quantize_model``; raises its errors that don't depend on a model."""
         if budget is not None and not isinstance(budget, Budget):
             raise TypeError(f"budget is {shown(budget)}; it must be a qgemm.Budget")
         options = _options(scheme, budget)
@@ -93,7 +93,7 @@ class Quantization:
     def check_data(
         self, calibration: Calibration | Iterable[Any] | None, sensitivity: Sensitivity | None = None
     ) -> None:
-        """Raises ``ValueError`` or ``TypeError`` if this data doesn't go with it, whatever the model is."""
+        """Raises ``ValueError`` or ``TypeError`` if this data doesn't fit, whatever the model is."""
         if sensitivity is not None and not isinstance(sensitivity, Sensitivity):
             raise TypeError(f"sensitivity is {shown(sensitivity)}; it must be what qgemm.sensitivity returned")
         if self.budget is None and sensitivity is not None:
@@ -113,9 +113,9 @@ class Quantization:
     def goes_by_blocks(
         self, schemes: Iterable[QuantScheme], calibration: Calibration | Iterable[Any] | None = None
     ) -> bool:
-        """Whether a model under ``schemes`` is quantized block by block, each calibrated on what those before return.
+        """Whether a model under ``schemes`` is quantized block by block, each calibrated on its predecessors' output.
 
-        Else scales, if there must be some, are found of the whole model at once.
+        Otherwise, scales that are needed are found for the whole model at once.
         """
         return self._wants_blocks or (are_batches(calibration) and any(scheme.needs_blocks for scheme in schemes))
 
@@ -125,7 +125,7 @@ class Quantization:
         calibration: Calibration | Iterable[Any] | None,
         sensitivity: Sensitivity | None = None,
     ) -> None:
-        """Raises ``ValueError`` if ``schemes``, which layers of a model have, want data that isn't there, or none."""
+        """Raises ``ValueError`` if the layers' ``schemes`` need data that is missing, or don't use given data."""
         if self.goes_by_blocks(schemes, calibration):
             if calibration is None and (wanting := self.wanting_data(schemes, sensitivity)):
                 raise ValueError(f"{wanting[0]} needs batches to run the model on: pass them as calibration")
@@ -135,7 +135,7 @@ class Quantization:
                 raise ValueError(_nothing_to_calibrate(schemes))
 
     def check_runs(self, model: nn.Module) -> None:
-        """Raises ``ValueError`` if ``model`` lacks weights to be worked on, or can't move to ``device`` by blocks."""
+        """Raises ``ValueError`` if ``model`` lacks weights, or its blocks can't be moved to ``device``."""
         if any(parameter.device.type == "meta" for parameter in model.parameters()):
             raise ValueError(
                 "a recipe needs weights, but the model has some on meta: load it, not offloaded by accelerate"
@@ -149,21 +149,21 @@ class Quantization:
             )
 
     def wanting_data(self, schemes: Iterable[QuantScheme], sensitivity: Sensitivity | None = None) -> list[str]:
-        """What needs batches to run the model on, in words, if layers have ``schemes``."""
+        """What requires batches to run the model on if layers have ``schemes``, in words."""
         wanting = [f"the method {method.name}" for method in self.recipe or () if method.needs_data]
         wanting += [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.needs_data]
         own = {"budget": self.budget if sensitivity is None else None, "device": self.device, "resume": self.resume}
         return wanting + [name for name, value in own.items() if value is not None]
 
     def check_folds_no_bias(self, why: str) -> None:
-        """Raises ``ValueError``, which ends in ``why``, if a scheme changes biases, and so takes a whole layer."""
+        """Raises ``ValueError``, ending in ``why``, if a scheme changes biases and so needs whole layers."""
         for scheme in self.schemes.values():
             if scheme is not None and linear_class(scheme).folds_bias:
                 raise ValueError(f"scheme {scheme.name!r} changes biases, which isn't possible {why}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values, those of ``of`` by name; what only some quantizations have isn't there if it is None."""
-        # Pairs, since their order counts, which JSON promises of lists alone.
+        """JSON-ready values, by the argument names of ``of``; rarely used ones are left out if they are None."""
+        # Pairs, because their order matters, which JSON guarantees for lists only.
         schemes: Any = [[shown_pattern(pattern), each and each.name] for pattern, each in self.schemes.items()]
         if len(schemes) == 1 and schemes[0][0] == "*" and schemes[0][1]:
             schemes = schemes[0][1]
@@ -185,9 +185,10 @@ class Quantization:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Quantization:
-        """What ``to_dict`` gave, also by way of JSON or YAML.
+        """Reads what ``to_dict`` gave, also after JSON or YAML.
 
-        Also an observer's name, and a list of methods for a recipe. Raises ``ValueError``, ``TypeError``, ``KeyError``
+        It also accepts an observer's name, and a list of methods as a recipe. Raises ``ValueError``, ``TypeError``,
+        ``KeyError`` or ``AttributeError`` for anything else.
         or ``AttributeError`` for anything else.
         """
         given, known = dict(values), list(inspect.signature(cls.of).parameters)
@@ -206,12 +207,12 @@ class Quantization:
         return cls.of(**given)
 
     def save(self, path: str | Path) -> None:
-        """Writes ``to_dict`` as a YAML file, or JSON if it is called ``.json``, atomically. YAML needs PyYAML."""
+        """Writes ``to_dict`` as a YAML file, or JSON if the name ends in ``.json``, atomically. YAML needs PyYAML."""
         write_settings(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Quantization:
-        """What ``save`` has written, or somebody in its form; raises ``ValueError`` for anything else."""
+        """Reads a file written by ``save``, or by hand in its form; raises ``ValueError`` for anything else."""
         values = read_settings(path, "a quantization", _MAX_FILE_BYTES)
         if not isinstance(values, Mapping):
             raise ValueError(f"{path}: a quantization is an object of names and values; this is {shortened(values)}")
@@ -226,12 +227,12 @@ class Quantization:
 
 
 def are_batches(calibration: Calibration | Iterable[Any] | None) -> TypeGuard[Iterable[Any]]:
-    """Whether the model is to run on what is given as ``calibration``."""
+    """Whether ``calibration`` is data to run the model on."""
     return calibration is not None and not isinstance(calibration, Calibration)
 
 
 def _options(scheme: Any, budget: Budget | None) -> list[QuantScheme]:
-    """The schemes that ``budget`` may choose from; none without one."""
+    """The schemes that ``budget`` may choose from; empty without a budget."""
     are_several = isinstance(scheme, Sequence) and not isinstance(scheme, str)
     if budget is None:
         if are_several:
@@ -252,7 +253,7 @@ def _numbers(scale: InputScale) -> float | list[float]:
 
 
 def _nothing_to_calibrate(schemes: Sequence[QuantScheme]) -> str:
-    """Why batches by themselves are of no use, and what would use them."""
+    """Why batches alone are of no use here, and what would use them."""
     names = " and ".join(repr(scheme.name) for scheme in schemes)
     if all(scheme.is_weight_only for scheme in schemes):
         return (

@@ -1,7 +1,7 @@
-"""``quantize_block``: methods on one block of a model, the scales of its inputs, and the swaps of its layers.
+"""``quantize_block``: applies methods to one block of a model, finds the scales of its inputs, and swaps its layers.
 
-A method that fails on the block is undone, and a weight that it has left without finite values is rounded to nearest;
-the layers' records say so.
+A method that fails on the block is undone, and a weight for which it found no finite scales is rounded to nearest; the
+layers' records say so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qgemm.model.survey import Layer
 from qgemm.model.swap import swap
 from qgemm.nn.linear_layer import InputScale
 
-# Of a layer's inputs, as many rows tell how far its output is off.
+# The error of a layer's output is computed on this many rows of its inputs.
 _ROWS = 512
 
 
@@ -38,14 +38,14 @@ def quantize_block(
     input_scales: Mapping[str, InputScale],
     can_go_back: bool,
 ) -> Iterator[LayerRecord]:
-    """Quantizes those of ``layers`` that ``block`` has work for, in order; gives each one's record once it is swapped.
+    """Quantizes the ``layers`` that ``block`` has work for, in order; yields each one's record once it is swapped.
 
-    - ``observer``: of activations under static schemes; without calls, ``input_scales`` are taken.
-    - ``can_go_back``: whether the float parameters are put back if nothing could be swapped.
+    - ``observer``: of activations under static schemes; without calls, ``input_scales`` are used.
+    - ``can_go_back``: whether to restore the float parameters if no layer could be swapped.
     """
     before = _float_parameters(block) if can_go_back and recipe else []
     try:
-        fill_columns(block)  # before weights are decided
+        fill_columns(block)  # before weights are quantized
         for method in recipe:
             _apply(method, block)
         fill_columns(block)
@@ -62,9 +62,9 @@ def quantize_block(
 
 
 def _observe(block: Block, observer: Observer) -> tuple[dict[str, InputScale], dict[str, Tensor]]:
-    """The scales of static layers' inputs, and some of all layers' inputs, from one run of the block.
+    """The scales of static layers' inputs, and a sample of all layers' inputs, from one run of the block.
 
-    The experts that it sends no token to become ``block.unused``.
+    Sets ``block.unused`` to the experts that got no token.
     """
     seen = {name: observer for name, work in block.layers.items() if work.scheme.is_static}
     sums = {name: StatisticsSum(rows=_ROWS) for name in block.layers}
@@ -88,7 +88,7 @@ def _observe(block: Block, observer: Observer) -> tuple[dict[str, InputScale], d
 def _swap_or_keep(
     block: Block, layer: Layer, recipe: Recipe, input_scale: InputScale | None, sample: Tensor | None
 ) -> LayerRecord:
-    # It is nowhere else from here on: a reference would keep a float weight alive.
+    # Popped, because another reference would keep a float weight alive.
     work = block.experts.pop(layer.name) if layer.is_experts else block.layers.pop(layer.name)
     is_called = sample is not None and (input_scale is not None or not work.scheme.is_static)
     if block.calls and not layer.is_experts and not is_called:
@@ -127,7 +127,7 @@ _Saved: TypeAlias = "list[tuple[nn.Module, str, nn.Parameter | None, Tensor | No
 
 
 def _float_parameters(block: Block) -> _Saved:
-    """The float parameters of a block's modules, those that are None too, and copies of their values."""
+    """The float parameters of a block's modules, including those that are None, and copies of their values."""
     return [
         (module, name, parameter, None if parameter is None else parameter.detach().clone())
         for module in block.module.modules()
@@ -137,7 +137,7 @@ def _float_parameters(block: Block) -> _Saved:
 
 
 def _is_float(parameter: nn.Parameter) -> bool:
-    """Whether methods may change it: what has 8 bits belongs to layers that are quantized already."""
+    """Whether methods may change it: 8-bit parameters belong to layers that are already quantized."""
     return parameter.is_floating_point() and parameter.itemsize > 1
 
 
@@ -156,7 +156,7 @@ def _not_finite(block: Block) -> str:
 
 
 def _output_error(linear: nn.Module, quantized: nn.Module, rows: Tensor) -> float | None:
-    # Not by a call: others' hooks aren't to see these rows.
+    # Not by calling the module, because others' hooks shouldn't see these rows.
     wanted = linear.forward(rows).double()
     error = (quantized.forward(rows).double() - wanted).norm() / wanted.norm()
     return float(error) if bool(error.isfinite()) else None

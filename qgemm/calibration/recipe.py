@@ -1,4 +1,4 @@
-"""``Recipe``: the methods that a model is quantized with, in order, as a value that is printed, stored and read.
+"""``Recipe``: the methods that a model is quantized with, in order, as a value that is printed, stored and loaded.
 
 ```yaml
 methods:
@@ -6,8 +6,8 @@ methods:
 - gptq
 ```
 
-That is also its dictionary (``to_dict``), which a quantized checkpoint's report holds. Files and dictionaries may come
-from anyone: nothing but names and plain settings is read from them.
+This is also the form of its dictionary (``to_dict``), which the report of a quantized checkpoint contains. Files and
+dictionaries may come from untrusted sources: only names and plain settings are read from them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ METHODS: dict[str, type[Method]] = {
 }
 """The methods, by name, in the order in which they usually come."""
 
-# A recipe of all methods with all settings has a thousand characters.
+# A recipe with all methods and all settings has a thousand characters.
 _MAX_FILE_BYTES = 100_000
 _MAX_METHODS = 100
 
@@ -59,9 +59,9 @@ class Recipe:
     methods: Sequence[Method] = ()
 
     def __post_init__(self) -> None:
-        """Takes any iterable of methods.
+        """Accepts any iterable of methods.
 
-        Raises ``TypeError`` if something else is in it, ``ValueError`` if one would undo what another has done.
+        Raises ``TypeError`` if it contains anything else, ``ValueError`` if a method would undo another one's work.
         """
         if isinstance(self.methods, str | Method) or not isinstance(self.methods, Iterable):
             raise TypeError(f"recipe is {shortened(self.methods)}; it must be a list of methods, such as [GPTQ()]")
@@ -75,11 +75,11 @@ class Recipe:
 
     @property
     def needs_data(self) -> bool:
-        """Whether there must be calibration data."""
+        """Whether calibration data is required."""
         return any(method.needs_data for method in self.methods)
 
     def __len__(self) -> int:
-        """How many methods."""
+        """The number of methods."""
         return len(self.methods)
 
     def __iter__(self) -> Iterator[Method]:
@@ -87,7 +87,7 @@ class Recipe:
         return iter(self.methods)
 
     def __str__(self) -> str:
-        """A method per line, with all its settings."""
+        """One method per line, with all its settings."""
         lines = []
         for place, method in enumerate(self.methods, start=1):
             settings = ", ".join(f"{name}={value!r}" for name, value in method.to_dict().items())
@@ -100,9 +100,10 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Any, methods: Iterable[type[Method]] = ()) -> Recipe:
-        """The recipe that ``to_dict`` wrote, or in the same form; omitted settings have their defaults.
+        """Reads a recipe that ``to_dict`` wrote, or in the same form; omitted settings have their defaults.
 
         ``methods``: your own, in addition to ``METHODS``. Raises ``ValueError`` for anything that isn't a recipe of
+        these methods, and suggests similar names.
         these, and suggests similar names.
         """
         if not isinstance(values, dict) or set(values) != {"methods"} or not isinstance(values["methods"], list):
@@ -114,20 +115,20 @@ class Recipe:
 
     @classmethod
     def of(cls, model: nn.Module, methods: Iterable[type[Method]] = ()) -> Recipe | None:
-        """The recipe of a quantized model, also of a loaded one; None without a recipe.
+        """The recipe of a quantized model, including a loaded one; None if it has none.
 
-        ``methods``: your own, in addition to ``METHODS``. Raises ``ValueError`` if it names others.
+        ``methods``: your own, in addition to ``METHODS``. Raises ``ValueError`` if the recipe contains others.
         """
         stored = report(model).recipe
         return None if stored is None else cls.from_dict(stored, methods)
 
     def save(self, path: str | Path) -> None:
-        """Writes a YAML file, or JSON if it is called ``.json``, atomically. YAML needs PyYAML."""
+        """Writes a YAML file, or JSON if the name ends in ``.json``, atomically. YAML needs PyYAML."""
         write_settings(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path, methods: Iterable[type[Method]] = ()) -> Recipe:
-        """The recipe in a file as ``save`` writes it, in the form of ``to_dict``.
+        """Reads a recipe from a file that ``save`` wrote, or one in the form of ``to_dict``.
 
         ``methods``: your own, in addition to ``METHODS``. Raises ``ValueError`` for anything else.
         """
@@ -139,7 +140,7 @@ class Recipe:
 
 
 def _check_order(methods: Sequence[Method]) -> None:
-    """Raises ``ValueError`` if what a method settles is lost to a later one."""
+    """Raises ``ValueError`` if a later method would undo what an earlier one determines."""
     for place, later in enumerate(methods):
         for earlier in methods[:place]:
             if not (earlier.settles and later.settles):
@@ -152,7 +153,7 @@ def _check_order(methods: Sequence[Method]) -> None:
                     f"recipe has {later.name} after {earlier.name}, whose work would be lost: {later.name} changes the "
                     f"{PARTS[begins]} that it depends on. Put {later.name} first: {later.name}, {earlier.name}"
                 )
-            # Scales and rotations add up; whatever rests upon something is there once.
+            # Scales and rotations can be combined; whatever depends on other parts may be determined only once.
             if first == begins > 0:
                 raise ValueError(
                     f"recipe has {later.name} after {earlier.name}, whose work would be lost: both determine the "

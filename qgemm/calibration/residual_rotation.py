@@ -1,15 +1,15 @@
-"""Rotation of the residual stream: everything that writes to it is rotated beforehand, and everything that reads it.
+"""Rotation of the residual stream: everything that writes to it or reads from it is rotated beforehand.
 
 Ashkboos et al. 2024, "QuaRot", arXiv 2404.00456, after Ashkboos et al. 2024, "SliceGPT", arXiv 2401.15024. With an
-orthonormal ``R`` and a norm without gain, ``norm(x) = x / rms(x)``, ``norm(x R) = norm(x) R``. So gains go into the
-weights behind their norms, ``W <- W * g``; embeddings become ``E R``; weights that read, ``W R``; those that write,
-``R^T W``, with biases ``b R``. The model computes what it did, its hidden states rotated, at no cost as it runs;
-outlier channels of the residual stream are gone, being spread over all channels. ``R = diag(d) H``, ``H`` the
-block-diagonal Walsh-Hadamard matrix of ``qgemm.numerics.hadamard`` and ``d`` signs.
+orthonormal ``R`` and a norm without gain, ``norm(x) = x / rms(x)``, ``norm(x R) = norm(x) R``. So gains move into the
+weights after their norms, ``W <- W * g``; embeddings become ``E R``; weights that read become ``W R``, those that write
+``R^T W``, with biases ``b R``. The model computes the same, with rotated hidden states, at no cost at run time; outlier
+channels of the residual stream disappear, because they are spread over all channels. ``R = diag(d) H``, with ``H`` the
+block-diagonal Walsh-Hadamard matrix of ``qgemm.numerics.hadamard`` and signs ``d``.
 
-It takes a language model with norms of that kind ahead of every reader, such as Llama, Mistral and Qwen, and a head of
-its own; experts too, where their layout is known. That it did is verified by the logits of some tokens, for which all
-of the model must have run; otherwise the model stays as it was, and says why.
+It requires a language model with such norms before every reader, such as Llama, Mistral and Qwen, and an output head
+that isn't tied; experts are supported if their layout is known. The result is verified by the logits of some tokens,
+for which the whole model must run; otherwise the model stays unchanged, and a note says why.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from qgemm.calibration.folding import as_they_were, idle_modules, input_weights,
 from qgemm.calibration.method import Block, Call, LayerWork, Method, first_tensor
 from qgemm.numerics.hadamard import hadamard
 
-# Ends of the names of linear layers whose output is added to the residual stream.
+# Ends of names of linear layers whose output is added to the residual stream.
 _WRITERS = ("o_proj", "out_proj", "down_proj", "w2")
 _TOKENS = (2, 32)
-# Of the logits of half of the tokens: where there are experts, rounding alone sends a few to other ones. Measured for
-# the models of the tests: 1e-6 in float32 and 0.02 in bfloat16; 0.4 and more where a kind of weight was missed.
+# Relative change of the logits, for half of the tokens: with experts, rounding alone sends a few tokens to other ones.
+# Measured on the models of the tests: 1e-6 in float32 and 0.02 in bfloat16; 0.4 and more where a kind of weight was
+# missed.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
@@ -38,7 +39,7 @@ _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 class ResidualRotation(Method):
     """Rotates the residual stream of a language model, before any block is quantized.
 
-    ``seed``: the seed of the random signs. Ashkboos et al. 2024, "QuaRot", arXiv 2404.00456.
+    ``seed``: for the random signs. Ashkboos et al. 2024, "QuaRot", arXiv 2404.00456.
     """
 
     name: ClassVar[str] = "residual-rotation"
@@ -46,19 +47,19 @@ class ResidualRotation(Method):
     seed: int = 0
 
     def prepare(self, model: nn.Module, layers: dict[str, LayerWork]) -> None:
-        """Changes weights in place, or adds the reason why not to every layer's notes."""
+        """Changes weights in place, or adds the reason why it can't to every layer's notes."""
         reason = rotate_residual(model, self.seed)
         if reason:
             for work in layers.values():
                 work.notes.append(f"residual-rotation: not rotated: {reason}")
 
     def apply(self, block: Block) -> None:
-        """All was done before."""
+        """Does nothing: ``prepare`` did everything."""
 
 
 @torch.no_grad()
 def rotate_residual(model: Any, seed: int = 0) -> str:
-    """Rotates ``model``, in place; why it couldn't, with the model as it was, or an empty text."""
+    """Rotates ``model``, in place; returns an empty text, or why it couldn't, with the model unchanged."""
     embedding, head = (_ask(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
     names = {module: name for name, module in model.named_modules()}
     if reason := _why_unfit(embedding, head, names):
@@ -72,7 +73,7 @@ def rotate_residual(model: Any, seed: int = 0) -> str:
     block = Block("", model, model, {}, [call])
     try:
         idle = idle_modules(block)
-    except Exception as error:  # somebody's code, which may want anything
+    except Exception as error:  # third-party code, which may raise anything
         return f"it doesn't run on tokens alone ({type(error).__name__})"
     if idle:
         return f"{idle[0]!r} has no part in what it makes of tokens alone"
@@ -104,7 +105,7 @@ def rotate_residual(model: Any, seed: int = 0) -> str:
 
 
 def _why_unfit(embedding: Any, head: Any, names: Mapping[nn.Module, str]) -> str:
-    """Why a model with this embedding and head can't be rotated; empty if that isn't known yet."""
+    """Why a model with this embedding and head can't be rotated; empty if nothing is known against it yet."""
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         return "it isn't a language model with embeddings and a head"
     if head.weight is embedding.weight:
@@ -115,7 +116,7 @@ def _why_unfit(embedding: Any, head: Any, names: Mapping[nn.Module, str]) -> str
 
 
 def _fold_and_rotate(norm: Any, layers: Sequence[nn.Module], signs: Tensor) -> None:
-    """Moves the gain of ``norm`` into the weights of ``layers``, which read what it gives, and rotates those."""
+    """Moves the gain of ``norm`` into the weights of ``layers``, which read its output, and rotates these weights."""
     gain = norm.weight.float()
     for weight in {layer: weight for layer in layers for weight in input_weights(layer)}.values():
         _rotate(weight, signs, gain)
@@ -123,14 +124,14 @@ def _fold_and_rotate(norm: Any, layers: Sequence[nn.Module], signs: Tensor) -> N
 
 
 def _rotate(x: Tensor, signs: Tensor, gain: Tensor | None = None) -> None:
-    """``x <- (x * gain) @ R`` for ``[..., K]``, in place; of experts one at a time."""
+    """``x <- (x * gain) @ R`` for ``[..., K]``, in place; experts are processed one at a time."""
     for part in x if x.ndim == 3 else [x]:
         values = part.float() * signs.to(x.device)
         part.copy_(hadamard(values if gain is None else values * gain))
 
 
 def _written(name: str, module: nn.Module) -> list[Tensor]:
-    """Views ``[..., N]`` of the weights and biases that make what ``module`` adds to the residual stream, if it may."""
+    """Views ``[..., N]`` of weights and biases whose result ``module``, by its name, may add to the residual stream."""
     if isinstance(module, nn.Linear):
         own: list[Tensor | None] = [module.weight.detach().t(), module.bias] if name.endswith(_WRITERS) else []
         return [tensor.detach() for tensor in own if tensor is not None]

@@ -1,8 +1,8 @@
 """``Calibration``: the statistics of a model's layers, by name.
 
-They are kept in one safetensors file: of layer ``x`` the tensors ``x.tokens``, ``x.channel_min``, ``x.channel_max`` and
-whatever else its observer keeps. The header's metadata has the observer's name and settings, as JSON under
-``qgemm_calibration``.
+They are stored in one safetensors file: for a layer ``x``, the tensors ``x.tokens``, ``x.channel_min``,
+``x.channel_max`` and whatever else its observer keeps. The header's metadata contains the observer's name and settings,
+as JSON under ``qgemm_calibration``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qgemm.scheme import QuantScheme, resolve_scheme
 
 METADATA = "qgemm_calibration"
 
-# The dtype and the number of dimensions of what observers keep.
+# The dtype and the number of dimensions of the tensors that observers keep.
 _STORED = {
     "tokens": (torch.int64, 0),
     "channel_min": (torch.float32, 1),
@@ -37,9 +37,9 @@ _STORED = {
     "batches": (torch.int64, 0),
     "counts": (torch.int64, 1),
 }
-# The least that they may be, where that isn't 0.
+# The minimum of their values, where that isn't 0.
 _MINIMA: dict[str, float] = {"tokens": 1, "batches": 1, "channel_min": -math.inf, "channel_max": -math.inf}
-# Of one bin: so the sum of all fits into int64.
+# Per bin, so that the sum over all bins fits into int64.
 _MAX_COUNT = 1 << 50
 
 
@@ -55,10 +55,10 @@ class Calibration:
     statistics: dict[str, Observer] = field(default_factory=dict)
 
     def input_scales(self, scheme: str | QuantScheme) -> dict[str, float | tuple[float, int]]:
-        """The scale of each layer's input under a static ``scheme``, with its zero point if there is one; for JSON.
+        """The scale of each layer's input under a static ``scheme``, with its zero point if it has one; for JSON.
 
-        ``calibration=`` needs none: with that, each layer's scale is its own scheme's. Raises ``ValueError`` for a
-        scheme that isn't static, or one that quantizes something else than the input.
+        ``calibration=`` doesn't need it: that gives each layer the scale for its own scheme. Raises ``ValueError`` for
+        a scheme that isn't static, or that quantizes something other than the layer's plain input.
         """
         found = resolve_scheme(scheme)
         check_has_statistics([found])
@@ -70,7 +70,7 @@ class Calibration:
         return {name: observer.input_scale(found) for name, observer in self.statistics.items()}
 
     def merge(self, other: Calibration) -> Calibration:
-        """The combined statistics, of two processes for example. Raises ``ValueError`` if they are incompatible."""
+        """The combined statistics, for example of two processes. Raises ``ValueError`` if they are incompatible."""
         if not isinstance(other, Calibration):
             raise TypeError(f"other is {shown(other)}; it must be a Calibration")
         self.observer.merge(other.observer)
@@ -102,7 +102,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """The statistics that ``save`` wrote. Raises ``CheckpointError`` if the file is damaged or something else."""
+        """Reads the statistics that ``save`` wrote. Raises ``CheckpointError`` for a damaged or different file."""
         path = as_path("path", path)
         observer = _parse_observer(path, read_metadata(path).get(METADATA))
         kept = _kept_by(observer)
@@ -124,7 +124,7 @@ class Calibration:
 
 
 def check_has_statistics(schemes: Iterable[QuantScheme]) -> None:
-    """Raises ``ValueError`` if one needs more than a ``Calibration`` holds, which is of layers' inputs as they are."""
+    """Raises ``ValueError`` if a scheme needs more than a ``Calibration`` has: statistics of unchanged inputs."""
     for scheme in schemes:
         if scheme.needs_blocks:
             raise ValueError(
@@ -148,7 +148,7 @@ def _parse_observer(path: Path, text: str | None) -> Observer:
 
 
 def _layer_names(path: Path, stored: dict[str, StoredTensor], kept: Iterable[str]) -> list[str]:
-    """The layers that a file has statistics of, in order; checks that each has all of them, and of which kind."""
+    """The layers that a file has statistics of, in order; checks that each has all of them, and their kinds."""
     layers = sorted({name.rpartition(".")[0] for name in stored})
     wanted = {f"{layer}.{key}": _STORED[key] for layer in layers for key in kept}
     if odd := sorted(wanted.keys() ^ stored.keys()):

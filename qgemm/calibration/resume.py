@@ -1,8 +1,8 @@
-"""``ResumeFolder``: the finished blocks of a run, so that a killed one goes on where it was.
+"""``ResumeFolder``: the finished blocks of a run, so that a killed run can continue where it stopped.
 
-``run.json`` says of which run they are: its recipe, schemes, model and calibration data, by their values or hashes.
-``block-00003.safetensors`` has all tensors of the fourth block once it is quantized, and as metadata the schemes of its
-layers and their records for the report. Every file is whole or not there.
+``run.json`` identifies the run: its recipe, schemes, model and calibration data, by their values or hashes.
+``block-00003.safetensors`` contains all tensors of the fourth block once it is quantized, and as metadata the schemes
+of its layers and their records for the report. Each file is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RUN_FILE = "run.json"
 METADATA = "qgemm_block"
 _START_OVER = "remove the folder to start over"
 
-# Of each tensor of a model, as many values are hashed: enough to tell it from a fine-tuned one.
+# This many values of each tensor of a model are hashed: enough to tell it from a fine-tuned one.
 _SAMPLE = 1024
 
 
@@ -46,9 +46,9 @@ class ResumeFolder:
     """The blocks that a run has finished, in ``folder``."""
 
     def __init__(self, folder: str | Path, about: Mapping[str, Any]) -> None:
-        """``about``: what the run is, JSON-ready; a folder without a run becomes one of this run.
+        """``about``: identifies the run, JSON-ready; in an empty folder a new run starts.
 
-        Raises ``ValueError`` if ``folder`` is of another run, ``CheckpointError`` if what says so is damaged.
+        Raises ``ValueError`` if ``folder`` belongs to another run, ``CheckpointError`` if its description is damaged.
         """
         self.folder = as_new_folder("resume", folder)
         make_folder(self.folder)
@@ -73,7 +73,7 @@ class ResumeFolder:
         return self._path(index).exists()
 
     def save(self, index: int, name: str, module: nn.Module, records: Iterable[LayerRecord]) -> None:
-        """Writes block ``index``, the module called ``name``, with its layers quantized."""
+        """Writes block ``index``, the module ``name``, whose layers are quantized."""
         layers = {each: layer for each, layer in module.named_modules(prefix=name) if isinstance(layer, QuantLayer)}
         tensors = {
             f"{name}.{each}": tensor for each, tensor in named_tensors(module).items() if tensor.dtype in DTYPE_CODES
@@ -86,10 +86,9 @@ class ResumeFolder:
             write_safetensors(file, tensors, lambda written: None, {METADATA: json.dumps(about)})
 
     def restore(self, index: int, model: nn.Module, layers: Mapping[str, Layer]) -> list[LayerRecord]:
-        """Puts block ``index`` into ``model``, as it was saved, and returns its layers' records.
+        """Restores block ``index`` in ``model``, as it was saved, and returns its layers' records.
 
-        ``layers``: those of the model that are to be quantized, by name. Raises ``CheckpointError`` if the file is
-        damaged.
+        ``layers``: the model's layers to be quantized, by name. Raises ``CheckpointError`` if the file is damaged.
         """
         path = self._path(index)
         schemes, records = _parse(path, read_metadata(path).get(METADATA))
@@ -97,12 +96,12 @@ class ResumeFolder:
             raise CheckpointError(f"{path} holds {foreign[0]!r}, which this run doesn't quantize: {_START_OVER}")
         stored = read_header(path)
         made = quantized_layers(model, schemes, path)
-        # Devices are known from the float layers, which are still in place.
+        # The float layers, which are still in place, tell the devices.
         devices = {name: next(model.get_submodule(name).parameters()).device for name in made}
         values = dict(read_values(stored, torch.device("cpu")))
         for name, layer in made.items():
             if isinstance(layer, LinearLayer) and layer.bias is None and f"{name}.bias" in values:
-                # A method's: the float layer has none.
+                # A method has added one: the float layer has none.
                 layer = meta_linear(layer.scheme, layer.in_features, layer.out_features, bias=True)
             for leaf in [leaf for leaf, _ in layer.named_parameters(recurse=False)]:
                 value = values.pop(f"{name}.{leaf}", None)
@@ -119,17 +118,17 @@ class ResumeFolder:
 
 
 def hash_of_model(model: nn.Module) -> str:
-    """Of the names, shapes and dtypes of a model's tensors, and of a sample of their values."""
+    """A hash of the names, shapes and dtypes of a model's tensors, and of a sample of their values."""
     return _hash((name, tensor, max(1, tensor.numel() // _SAMPLE)) for name, tensor in named_tensors(model).items())
 
 
 def hash_of_data(batches: Iterable[Any]) -> str:
-    """Of all values in the batches."""
+    """A hash of all values in the batches."""
     return _hash((path, leaf, 1) for batch in batches for path, leaf in tree_flatten_with_path(batch)[0])
 
 
 def _hash(leaves: Iterable[tuple[Any, Any, int]]) -> str:
-    """Of names, with tensors, of which every so-many-th value counts, or other values."""
+    """A hash of named leaves: of a tensor, every n-th value, where n is the third item; of others, the value."""
     sum_of = hashlib.blake2b(digest_size=16)
     for name, leaf, stride in leaves:
         if not isinstance(leaf, Tensor):
@@ -152,13 +151,13 @@ def _parse(path: Path, text: str | None) -> tuple[dict[str, QuantScheme], list[L
 
 
 def _restore(model: nn.Module, name: str, value: Tensor, path: Path) -> None:
-    """Sets a tensor of the float part of a model."""
+    """Sets a tensor of the model's float part."""
     try:
         old = get_tensor(model, name)
     except AttributeError:
         raise CheckpointError(f"{path} holds {name}, which the model doesn't have: {_START_OVER}") from None
     if (old.shape, old.dtype) == (value.shape, value.dtype):
-        old.detach().copy_(value)  # in place, for other modules that hold it too
+        old.detach().copy_(value)  # in place, because other modules may share it
     else:
         value = value.to(old.device)
         set_tensor(model, name, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)

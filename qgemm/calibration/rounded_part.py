@@ -1,9 +1,9 @@
-"""``rounded_part``: what of a layer's input and weight is rounded.
+"""``rounded_part``: the part of a layer's input and weight that is rounded.
 
 Under most schemes that is all of it. A rotated layer rounds ``x @ H`` and ``W @ H`` (``qgemm.numerics.hadamard``). A
-layer with outlier columns rounds the other ones; in those it has zeros here, which round to zeros and count for nothing
-in a scale. Either way, the layer's output is the product of both parts, plus that of the outlier columns, which errs
-nothing. So methods that decide weights, and those that measure errors, work on the parts.
+layer with outlier columns rounds the other columns; the outlier columns are zeros here, which round to zeros and don't
+affect a scale. Either way, the layer's output is the product of both parts, plus that of the outlier columns, which has
+no error. So methods that decide weights, and code that measures errors, work on these parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qgemm.scheme import TensorScheme
 
 
 def rounded_part(work: LayerWork, x: Tensor) -> Tensor:
-    """The part of ``x [..., K]`` that is rounded: rows of the layer's weight, or of its input."""
+    """The part of ``x [..., K]`` that is rounded, where ``x`` is rows of the layer's weight or of its input."""
     if work.scheme.rotates:
         return hadamard(x)
     if work.outlier_columns is not None:
@@ -41,7 +41,7 @@ def rounded_moment(work: LayerWork, seen: InputStatistics) -> Tensor:
 def rounded_input(work: LayerWork, seen: InputStatistics, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The part of ``seen.rows / scales`` that is rounded, ``[n, K]`` in float32, before and after rounding.
 
-    A static input has the range of all that was seen, or of the rows alone if it is rotated.
+    For a static scheme, the range is that of all inputs seen, or of the rows alone if the input is rotated.
     """
     assert seen.rows is not None
     scales = torch.ones_like(seen.channel_amax) if scales is None else scales

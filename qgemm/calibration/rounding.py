@@ -1,17 +1,17 @@
-"""Rounding of weights ``[N, K]`` to nearest, with the plain scales or with those of least squared error.
+"""Rounding of weights ``[N, K]`` to nearest, with plain scales or with the scales of minimum squared error.
 
 ``q`` is the value of the format nearest to ``w / scale``, and ``q * scale`` stands for ``w``; ``numerics/formats.py``
-has the plain scale of each format. A scale belongs to a row, or to ``group_size`` values of a row; where K is no
-multiple of that, the last group of each row is shorter. int8 per row gives the very bits of ``kernels.quantize_rows``.
+defines the plain scale of each format. A scale belongs to a row, or to ``group_size`` values of a row; if K isn't a
+multiple of that, the last group of each row is shorter. int8 per row gives the same bits as ``kernels.quantize_rows``.
 
-The scale of least squared error is searched among multiples of the plain one, itself included: a smaller scale clips
-the largest values and rounds the others more finely. The error may count as it reaches the layer's output: with the
-second moment ``S`` of the layer's inputs, a row's error ``e = q * scale - w`` changes its output by ``e S e^T`` in the
-mean square. Within a group that takes the group's own block of ``S``; with the diagonal of ``S`` alone, it is
-``sum_k S_kk e_k^2``. Of long rows, multiples are first ranked by an approximation: ``S`` is taken for its 96 largest
-directions and a diagonal for the rest. Then the best six and the plain one are compared by ``S`` itself. At K = 2048
-that is a quarter of the products. It missed up to 0.1 % of the least error with 4 bits, nothing with 8 (rows of 384 and
-768 of even and of heavy-tailed weights, inputs from white ones to those of few directions).
+The scale of minimum squared error is searched among multiples of the plain one, including the plain one: a smaller
+scale clips the largest values and rounds the others more finely. The error can be measured at the layer's output: with
+the second moment ``S`` of the layer's inputs, a row's error ``e = q * scale - w`` changes its output by ``e S e^T`` in
+the mean square. For a group, that uses the group's own block of ``S``; with only the diagonal of ``S``, it is
+``sum_k S_kk e_k^2``. For long rows, multiples are first ranked by an approximation of ``S``: its 96 largest directions,
+and a diagonal for the rest. Then the best six and the plain one are compared by ``S`` itself. At K = 2048 that takes a
+quarter of the products. It missed up to 0.1 % of the minimum error with 4 bits, nothing with 8 (rows of 384 and 768 of
+even and of heavy-tailed weights, inputs from white ones to those of few directions).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from qgemm.numerics.formats import MIN_SCALE, Format
 from qgemm.numerics.groups import global_scale_of, grouped, plain_scales, round_groups, round_scale, spread
 from qgemm.scheme import INT8_ROWS, TensorScheme
 
-# Of the plain scale. Its 1 comes first: of equal errors, the first one's scale is taken.
+# Multiples of the plain scale. 1 comes first: of equal errors, the first one's scale is used.
 _MULTIPLES = (1.0, *(percent / 100 for percent in range(106, 38, -2) if percent != 100))
 _POWERS = (1.0, 2.0, 0.5)
-# Values at a time, so that the search needs little memory beside the weight.
+# Values at a time, so that the search needs little memory besides the weight.
 _PIECE = 1 << 24
-# Of rows longer than this, multiples are ranked first; the directions of the second moment, and how many are compared.
+# For rows longer than this, multiples are ranked first; the directions of the second moment, and how many are compared.
 _LONG_ROW = 256
 _DIRECTIONS = 96
 _FINALISTS = 6
@@ -47,7 +47,7 @@ _FINALISTS = 6
 def nearest_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> Tensor:
     """The plain scale of a float weight ``[N, K]``: float32 ``[N]``, or ``[N, ceil(K / group_size)]``.
 
-    Of a scheme with blocks, the rows of a block have one scale.
+    For a scheme with blocks, the rows of a block have the same scale.
     """
     return _plain(weight, scheme)[0]
 
@@ -55,17 +55,17 @@ def nearest_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> Tensor:
 def zero_points(weight: Tensor, scheme: TensorScheme) -> Tensor | None:
     """The zero points of a float weight, int8 with the shape of its scale; None for a symmetric scheme.
 
-    They are those of the plain scale: a multiple of it covers the same multiple of the range.
+    They are those of the plain scale: a multiple of the scale covers the same multiple of the range.
     """
     return None if scheme.symmetric else _plain(weight, scheme)[1]
 
 
 @torch.no_grad()
 def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: Tensor | None = None) -> Tensor:
-    """The multiple of ``nearest_scale``, of 0.40 to 1.06, with the least squared error of each row or group.
+    """The multiple of ``nearest_scale``, from 0.40 to 1.06, with the minimum squared error of each row or group.
 
-    Scales that are powers of two have their halves and doubles for multiples. ``second_moment``: of the layer's inputs,
-    ``[K, K]``, or ``[K]`` for its diagonal: the error is then that of the layer's output. Groups are searched one by
+    For scales that are powers of two, multiples are the half and the double. ``second_moment``: of the layer's inputs,
+    ``[K, K]``, or ``[K]`` for its diagonal; the error is then that of the layer's output. Groups are searched one by
     one, as if all others were exact.
     """
     (plain, zero), group_size, form = _plain(weight, scheme), scheme.group_size, scheme.format
@@ -73,7 +73,7 @@ def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: T
         return plain  # the search is for rows
     dtype = torch.promote_types(weight.dtype, torch.float32)
     unit = _global_scale(weight, scheme)
-    # Steps are found for scales of whole rows, once those are known.
+    # Steps are derived afterwards, from the scales of whole rows.
     own_dtype = "bfloat16" if scheme.scale_dtype == "steps" else scheme.scale_dtype
     fit = functools.partial(round_scale, dtype=own_dtype, form=form, global_scale=unit)
     search: _Search
@@ -95,7 +95,7 @@ def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: T
 
 
 def round_weight(weight: Tensor, scale: Tensor, scheme: TensorScheme = INT8_ROWS) -> QuantizedWeight:
-    """A float weight ``[N, K]`` rounded to nearest with a scale as ``nearest_scale`` or ``mse_scale`` has it."""
+    """Rounds a float weight ``[N, K]`` to nearest, with a scale from ``nearest_scale`` or ``mse_scale``."""
     values = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     size, zero = scheme.group_size or max(weight.shape[1], 1), zero_points(weight, scheme)
     rows, zeros = (None if each is None else each.reshape(len(weight), -1) for each in (scale, zero))
@@ -104,13 +104,13 @@ def round_weight(weight: Tensor, scale: Tensor, scheme: TensorScheme = INT8_ROWS
 
 
 def round_to_nearest(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> QuantizedWeight:
-    """A finite float weight ``[N, K]`` with its plain scales."""
+    """Rounds a finite float weight ``[N, K]`` to nearest, with its plain scales."""
     weight = weight.detach().float()
     return round_weight(weight, nearest_scale(weight, scheme), scheme)
 
 
 def round_by_mse(weight: Tensor, second_moment: Tensor | None, scheme: TensorScheme) -> QuantizedWeight:
-    """A float weight ``[N, K]`` with its ``mse_scale``."""
+    """Rounds a float weight ``[N, K]`` to nearest, with its ``mse_scale``."""
     return round_weight(weight, mse_scale(weight, scheme, second_moment), scheme)
 
 
@@ -125,15 +125,15 @@ def dequantize(
 
 
 def expand_scale(scale: Tensor, group_size: int | None, K: int) -> Tensor:
-    """A scale ``[N]`` as ``[N, 1]``, one of groups as ``[N, K]``."""
+    """A scale ``[N]`` as ``[N, 1]``, a scale of groups as ``[N, K]``."""
     return scale[:, None] if group_size is None else spread(scale, group_size, K)
 
 
 @torch.no_grad()
 def output_loss(weight: Tensor, approximation: Tensor, second_moment: Tensor) -> float:
-    """``mean |x (W - V)^T|^2 / mean |x W^T|^2`` for a weight ``W``, what stands for it, ``V``, and inputs ``x``.
+    """``mean |x (W - V)^T|^2 / mean |x W^T|^2`` for a weight ``W``, its ``approximation`` ``V``, and inputs ``x``.
 
-    Both ``[N, K]``; of ``x``, ``second_moment [K, K]`` is all that matters. 0 where the layer's output is 0.
+    Both are ``[N, K]``; ``x`` only matters through its ``second_moment [K, K]``. 0 if the layer's output is 0.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     whole = output_power(weight, second_moment)
@@ -182,7 +182,7 @@ def _grouped(values: Tensor, group_size: int | None) -> Tensor:
 
 
 def _importance(moment: Tensor, group_size: int | None) -> Tensor:
-    """What weighs errors: of the diagonal ``[groups, size]``, of all the blocks ``[groups, size, size]``."""
+    """The weights of errors: ``[groups, size]`` from a diagonal, ``[groups, size, size]`` from a whole moment."""
     if moment.ndim == 1:
         return _grouped(moment[None], group_size)[0]
     K = len(moment)
@@ -204,7 +204,7 @@ def _plain(weight: Tensor, scheme: TensorScheme) -> tuple[Tensor, Tensor | None]
 
 
 def _global_scale(weight: Tensor, scheme: TensorScheme) -> Tensor | None:
-    """What all scales are multiples of, where they are stored so."""
+    """The number that all scales are multiples of, for formats that store them so."""
     return global_scale_of(weight.abs().amax(), scheme.format) if scheme.scale_dtype == "e4m3" else None
 
 
@@ -221,7 +221,8 @@ def _weighted(error: Tensor, importance: Tensor | None) -> Tensor:
 class _Search:
     """A search for the best multiples of scales.
 
-    ``fit``: rounds scales to those that are stored. ``loss``: of an error ``[N, groups, size]``, which it may change.
+    ``fit``: rounds scales to those that can be stored. ``loss``: of an error ``[N, groups, size]``, which it may
+    change.
     """
 
     form: Format
@@ -230,7 +231,7 @@ class _Search:
     multiples: Iterable[float | Tensor]
 
     def best(self, groups: Tensor, plain: Tensor, zero: Tensor) -> Tensor:
-        """The multiple of ``plain [N, groups]`` whose error has the least loss, for ``groups [N, groups, size]``."""
+        """The multiple of ``plain [N, groups]`` with the minimum loss, for ``groups [N, groups, size]``."""
         best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
         for multiple in self.multiples:
             scale = self.fit((plain * multiple).clamp(min=MIN_SCALE))
@@ -241,7 +242,7 @@ class _Search:
 
 
 def _rounding_error(groups: Tensor, scale: Tensor, zero: Tensor, form: Format) -> Tensor:
-    """What rounding ``groups [N, groups, size]`` with ``scale`` and ``zero [N, groups]`` adds to them."""
+    """The error of rounding ``groups [N, groups, size]`` with ``scale`` and ``zero [N, groups]``."""
     quotients = groups / scale[..., None]
     if form.has_zero_point:
         rounded = form.nearest_(quotients.round_().add_(zero[..., None])).sub_(zero[..., None])
@@ -251,12 +252,12 @@ def _rounding_error(groups: Tensor, scale: Tensor, zero: Tensor, form: Format) -
 
 
 class _RankedSearch(_Search):
-    """A search for multiples of the scales of whole rows by all of ``moment [K, K]``, with few products by it."""
+    """A search over scales of whole rows by the complete ``moment [K, K]``, with few products with it."""
 
     def __init__(self, moment: Tensor, form: Format, fit: Callable[[Tensor], Tensor]) -> None:
         super().__init__(form, fit, self._loss, _MULTIPLES)
         self._moment = moment
-        # Its largest directions, by two steps of subspace iteration from the same start every time.
+        # The largest directions, by two steps of subspace iteration, always from the same start.
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(len(moment), _DIRECTIONS + 8, generator=generator, dtype=torch.float32, device="cpu")
         basis = torch.linalg.qr(moment @ start.to(moment))[0]
@@ -273,7 +274,7 @@ class _RankedSearch(_Search):
             scale = self.fit((plain * multiple).clamp(min=MIN_SCALE))
             error = _rounding_error(groups, scale, zero, self.form).squeeze(1)
             ranks.append((error @ self._directions).square_().sum(-1) + error.square_() @ self._rest)
-        # The plain one comes first.
+        # The plain scale comes first.
         finalists = torch.stack(ranks[1:], 1).topk(_FINALISTS, largest=False).indices.sort(1).values + 1
         finalists = torch.cat((torch.zeros_like(finalists[:, :1]), finalists), 1)
         return _Search(self.form, self.fit, self._loss, multiples[finalists].split(1, 1)).best(groups, plain, zero)

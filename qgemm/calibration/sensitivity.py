@@ -1,18 +1,16 @@
 """``sensitivity``: how much each layer damages a model if it alone is quantized.
 
 The damage is measured at the model's output, over all tokens of the data:
-
-- where the model gives logits ``[..., classes]``, the mean of ``KL(p || q) = sum_c p_c (log p_c - log q_c)`` in nats,
-  with ``p`` of the float model and ``q`` of the one in which one layer is quantized;
+- if the model returns logits ``[..., classes]``, the mean of ``KL(p || q) = sum_c p_c (log p_c - log q_c)`` in nats,
+  with ``p`` from the float model and ``q`` from the model in which one layer is quantized;
 - otherwise ``norm(q - p) / norm(p)`` of the first tensor that the model returns.
 
-Padding doesn't count (``padding.py``). Beside it stands the layer's own error on its float inputs,
-``norm(quantized(x) - float(x)) / norm(float(x))``, which costs nothing more but says nothing of what comes of it
-further on.
+Padding doesn't count (``padding.py``). The result also contains the layer's own error on its float inputs,
+``norm(quantized(x) - float(x)) / norm(float(x))``, which costs nothing more but doesn't tell how the error propagates.
 
-The cost is that of ``layers * schemes`` passes over the data, or half of that, as blocks ahead of the layer aren't run
-again. A few thousand tokens are enough to tell layers apart. Nothing is swapped: while a layer is measured, its
-``forward`` computes with a quantized copy, of which there is one at a time.
+The cost is that of ``layers * schemes`` passes over the data, or half of that, because blocks before the layer aren't
+run again. A few thousand tokens are enough to rank layers. Nothing is swapped: while a layer is measured, its
+``forward`` computes with a quantized copy, of which only one exists at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from qgemm.nn.attention import opened_attention
 from qgemm.scheme import QuantScheme, resolve_scheme
 from qgemm.warn import warn_user
 
-# Logits at a time, in float64.
+# Logits that are compared at a time, in float64.
 _PIECE = 1 << 24
 
 
@@ -66,12 +64,12 @@ def sensitivity(
       first batch, to find its blocks. The outputs of all blocks on one batch are kept in memory.
     - ``schemes``: one or more, each tried on every layer. Schemes with outlier columns, or with a rotation and a static
       scale, are refused. Experts are measured in ``QuantScheme.for_experts``.
-    - ``skip``, ``include``: layers not to measure, and more layers to measure, as for ``quantize_model``.
+    - ``skip``, ``include``: layers not to measure, and additional layers to measure, as in ``quantize_model``.
     - ``progress``: whether to show a progress bar; None shows one on a terminal only.
 
-    The model isn't changed, even if there is an error. Layers that no token reaches have no record; a warning names
-    them. Raises ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN
-    or Inf.
+    The model isn't changed, even if an error occurs. Layers that no token reaches have no record; a warning names them.
+    Raises ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN or
+    Inf.
     """
     check_batches(data)
     check_model(model)
@@ -99,7 +97,7 @@ def sensitivity(
 
 
 def _run(model: nn.Module, calls: Sequence[Call], trials: list[_Trial], progress: bool | None) -> _Outputs:
-    """Runs all ``trials`` on every batch; returns what they are measured against."""
+    """Runs all ``trials`` on every batch; returns the float outputs that they were compared with."""
     outputs = _Outputs()
     hidden = None if progress is None else not progress
     with (
@@ -122,31 +120,31 @@ def _run(model: nn.Module, calls: Sequence[Call], trials: list[_Trial], progress
 
 
 class _Trial:
-    """One layer under one scheme, as the batches come."""
+    """One layer under one scheme; it accumulates over batches."""
 
     def __init__(self, layer: Layer, scheme: QuantScheme, seen: Observer | None) -> None:
         self.layer, self.scheme = layer, scheme
-        # A layer that wasn't seen isn't called either: any scale will do.
+        # A layer without statistics isn't called either, so any scale will do.
         seen = seen or MinMax().update(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
         self._input_scale = seen.input_scale(scheme) if scheme.is_static else None
         self.damage = 0.0
         self._bytes = 0
-        # Of the difference and of the float output.
+        # The sums of squares of the difference and of the float output.
         self._squares: Tensor | None = None
 
     @property
     def was_reached(self) -> bool:
-        """Whether the layer was called with any token."""
+        """Whether the layer was called with at least one token."""
         return self._squares is not None
 
     @contextmanager
     def running(self, model: nn.Module, masks: Masks) -> Iterator[None]:
-        """Inside, the layer computes with a quantized copy. ``masks``: of the batch."""
+        """Inside, the layer computes with a quantized copy. ``masks``: those of the batch."""
         module = model.get_submodule(self.layer.name)
         with weights_at_hand(module):
             quantized = self._quantized(module)
         self._bytes = parameter_bytes(quantized)
-        # What accelerate brings the weights for, and hooks are called around.
+        # The function that accelerate loads the weights for, and that hooks surround.
         key = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
         compute = getattr(module, key)
 
@@ -184,9 +182,9 @@ class _Trial:
 
 
 class _Blocks:
-    """What each block of a model's chains returns on a batch, so that it needn't run again ahead of a layer.
+    """The outputs of the blocks of a model's chains on a batch, so that blocks before a layer needn't run again.
 
-    One that is given a dictionary, into which it may put something for later ones, does run again.
+    A block that gets a dictionary does run again, because it may store something in it for later blocks.
     """
 
     def __init__(self, model: nn.Module, call: Call, layers: list[Layer]) -> None:
@@ -198,7 +196,7 @@ class _Blocks:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside, the model runs on the next batch."""
+        """Inside, records the model's run on the next batch."""
         self._starts, self._ends = {}, {}
         events = itertools.count()
 
@@ -218,13 +216,13 @@ class _Blocks:
 
     @contextmanager
     def skipped_ahead_of(self, layer: Layer) -> Iterator[None]:
-        """Inside, blocks that end before the one with ``layer`` starts give what they gave."""
+        """Inside, blocks that end before the block with ``layer`` starts return their recorded output."""
         around = [block for block in self._modules if all(name.startswith(f"{block}.") for name in layer.names)]
         start = self._starts.get(around[0], 0) if around else 0
         with ExitStack() as stack:
             for name, (end, output) in self._ends.items():
                 if end < start:
-                    # A copy each time: whoever gets it may change it.
+                    # Copied each time, because the receiver may change it.
                     given = functools.partial(lambda output, *args, **kwargs: _copied(output), output)
                     stack.enter_context(replaced(self._modules[name], "forward", given))
             yield
@@ -235,7 +233,7 @@ def _copied(output: Any) -> Any:
 
 
 class _Outputs:
-    """The float model's output on one batch after the other, and what the quantized one's differs by."""
+    """The float model's outputs, batch after batch, and how much a quantized model's outputs differ from them."""
 
     def __init__(self) -> None:
         self.metric = ""
@@ -245,7 +243,7 @@ class _Outputs:
         self._masks = Masks()
 
     def expect(self, output: Any, masks: Masks, index: int) -> None:
-        """``output`` is what the float model gives for the batch at ``index``, of these ``masks``."""
+        """Sets the float model's ``output`` for the batch at ``index``, with its ``masks``."""
         self.metric = ERROR if _logits(output) is None else KL
         self._masks = masks
         self._expected = self._rows(output)
@@ -255,7 +253,7 @@ class _Outputs:
         self._squares += sum(float(rows.double().square().sum()) for rows in self._pieces(self._expected))
 
     def damage_of(self, output: Any) -> float:
-        """The sum over tokens of what is wrong with ``output``; infinity if that is no number."""
+        """The damage of ``output``, summed over tokens; infinity if that isn't a number."""
         total = 0.0
         for wanted, got in zip(self._pieces(self._expected), self._pieces(self._rows(output)), strict=True):
             wanted, got = wanted.double(), got.double()
@@ -267,7 +265,7 @@ class _Outputs:
         return max(_without_nan(total), 0.0)
 
     def mean(self, total: float) -> float:
-        """The damage, of the sum of ``damage_of`` over all batches."""
+        """The damage, from the sum of ``damage_of`` over all batches."""
         if self.metric == KL:
             return total / self.tokens if self.tokens else 0.0
         return math.sqrt(total / self._squares) if self._squares else 0.0
@@ -275,7 +273,7 @@ class _Outputs:
     def _rows(self, output: Any) -> Tensor:
         logits = _logits(output)
         values = first_tensor(output) if logits is None else logits
-        # Of each token; anything else is of a sequence or an image.
+        # The rows of tokens; outputs of other dimensions belong to a sequence or an image.
         values = self._masks.output_tokens(values) if values.ndim == 3 else values
         return values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
 
@@ -285,7 +283,7 @@ class _Outputs:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Logits of several classes, for each token or each sequence; None if ``output`` holds none."""
+    """Logits of several classes, per token or per sequence; None if ``output`` contains none."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and logits.ndim in (2, 3) and logits.shape[-1] > 1 else None
 

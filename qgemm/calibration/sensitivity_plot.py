@@ -1,4 +1,4 @@
-"""The plot of ``Sensitivity``: layers from top to bottom, the worst first, and their damage on a logarithmic axis."""
+"""The plot of ``Sensitivity``: layers from top to bottom, the worst first, with their damage on a logarithmic axis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_LAYERS = 40
 
 
 def plot_damages(damages: Sequence[tuple[str, str, float]], label: str, path: str | Path | None) -> Axes:
-    """Draws ``damages``, each of a layer and a scheme, over an axis with ``label``; see ``Sensitivity.plot``."""
+    """Draws ``damages``, triples of layer, scheme and damage, over an axis with ``label``; see ``Sensitivity.plot``."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -33,7 +33,7 @@ def plot_damages(damages: Sequence[tuple[str, str, float]], label: str, path: st
         seen = [point for point in points if point[0] > edge]
         (line,) = axis.plot([x for x, _ in seen], [y for _, y in seen], "o", ms=5, alpha=0.8, label=scheme)
         rest = [place for damage, place in points if damage <= edge]
-        if rest:  # an empty line that isn't clipped counts as one at the figure's corner
+        if rest:  # matplotlib counts an unclipped empty line as a point at the figure's corner
             axis.plot([edge] * len(rest), rest, "<", ms=7, color=line.get_color(), clip_on=False)
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.set_ylim(len(names) - 0.5, -0.5)
@@ -47,7 +47,7 @@ def plot_damages(damages: Sequence[tuple[str, str, float]], label: str, path: st
 
 
 def _set_scale(axis: Axes, damages: Sequence[float]) -> None:
-    """A logarithmic axis for ``damages``, with as many labels as there is room for; a linear one for zeros alone."""
+    """Sets a logarithmic axis for ``damages``, with as many labels as fit; a linear one if all are 0."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     positive = [damage for damage in damages if damage > 0]

@@ -1,4 +1,4 @@
-"""``Sensitivity``: what ``sensitivity`` has measured, as a table, as JSON and as a plot."""
+"""``Sensitivity``: the result of ``sensitivity``, as a table, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KL, ERROR = "kl", "error"
 class LayerSensitivity:
     """One layer under one scheme.
 
-    - ``damage``: to the model's output; see ``Sensitivity.metric``.
+    - ``damage``: the damage to the model's output; see ``Sensitivity.metric``.
     - ``layer_error``: ``norm(quantized(x) - float(x)) / norm(float(x))`` of the layer alone.
-    - ``bytes_before``, ``bytes_after``: of its parameters.
+    - ``bytes_before``, ``bytes_after``: the size of its parameters.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Sensitivity:
         return sorted(self.records, key=lambda record: -record.damage)
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurement as JSON-ready values."""
+        """The measurements as JSON-ready values."""
         return asdict(self) | {"records": [asdict(record) for record in self.records]}
 
     @classmethod
     def from_dict(cls, values: Any) -> Sensitivity:
-        """The measurement that ``to_dict`` wrote. Raises ``ValueError`` for anything else."""
+        """Reads measurements that ``to_dict`` wrote. Raises ``ValueError`` for anything else."""
         values = _check("a sensitivity", values, _FIELDS)
         if values["metric"] not in (KL, ERROR):
             raise ValueError(
@@ -72,7 +72,7 @@ class Sensitivity:
         return cls(**(values | {"records": tuple(records)}))
 
     def __str__(self) -> str:
-        """An aligned table, a row per layer and scheme, the worst first."""
+        """An aligned table, with a row per layer and scheme, the worst first."""
         return text_table(*self._table(), {self.metric, "layer error", "before", "after"}, self._summary())
 
     def _repr_html_(self) -> str:
@@ -97,10 +97,10 @@ class Sensitivity:
         return [f"{self.metric}: {meaning}, with this layer alone quantized; over {self.tokens} tokens"]
 
     def plot(self, path: str | Path | None = None) -> Axes:
-        """Draws the damage of the 40 worst layers, a color for each scheme, and returns matplotlib's axes.
+        """Draws the damage of the 40 worst layers, with a color for each scheme, and returns matplotlib's axes.
 
         ``path``: where to write the figure, in the format of its suffix; None only draws. A damage of 0, which a
-        logarithmic axis can't show, is an arrow at the left edge. Raises ``ImportError`` without matplotlib.
+        logarithmic axis can't show, is drawn as an arrow at the left edge. Raises ``ImportError`` without matplotlib.
         """
         damages = [(record.name, record.scheme, record.damage) for record in self.records]
         return plot_damages(damages, self._summary()[0], path)
@@ -111,7 +111,7 @@ _RECORD_FIELDS = get_type_hints(LayerSensitivity)
 
 
 def _check(where: str, values: Any, fields: Mapping[str, type]) -> dict[str, Any]:
-    """``values``, if they are a dictionary of just these fields, each of its kind, and no number below 0."""
+    """Returns ``values`` if they are a dictionary of just these fields, each of its type, with no number below 0."""
     if not isinstance(values, dict) or set(values) != set(fields):
         raise ValueError(f"{where} must hold exactly {list(fields)}; it is {shortened(values)}")
     for key, kind in fields.items():

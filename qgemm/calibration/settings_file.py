@@ -1,4 +1,4 @@
-"""Settings in YAML or JSON files, which may come from anyone: plain values, no larger than their text."""
+"""Settings in YAML or JSON files, which may be untrusted: they give only plain values, no larger than their text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from qgemm.checkpoint.layout import unique_names
 
 
 def write_settings(path: str | Path, values: dict[str, Any]) -> None:
-    """Writes ``values`` as JSON if the file is called ``.json``, else as YAML, which needs PyYAML.
+    """Writes ``values`` as JSON if the file's name ends in ``.json``, else as YAML, which needs PyYAML.
 
-    An old file stays until the new one is complete.
+    An existing file stays until the new one is complete.
     """
     is_json = Path(path).suffix == ".json"
     text = json.dumps(values, indent=2) + "\n" if is_json else _yaml().safe_dump(values, sort_keys=False)
@@ -22,9 +22,9 @@ def write_settings(path: str | Path, values: dict[str, Any]) -> None:
 
 
 def read_settings(path: str | Path, kind: str, max_bytes: int) -> Any:
-    """What a file as of ``write_settings`` holds; raises ``ValueError`` if that isn't plain values, each said once.
+    """Reads a file in the form of ``write_settings``; raises ``ValueError`` unless it has plain values and unique keys.
 
-    ``kind``: what errors call it, such as ``"a recipe"``.
+    ``kind``: what errors call the content, such as ``"a recipe"``.
     """
     with open_regular(Path(path)) as file:
         content = file.read(max_bytes + 1)
@@ -39,7 +39,7 @@ def read_settings(path: str | Path, kind: str, max_bytes: int) -> Any:
 
 
 def _parse_yaml(content: bytes) -> Any:
-    """What a YAML document holds, if that is no more than its text: nothing is repeated by reference."""
+    """Parses a YAML document whose values are no larger than its text: it may not repeat parts by reference."""
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc,name-defined]

@@ -1,12 +1,13 @@
-"""SmoothQuant: moves the difficulty of quantizing from activations to weights, by a scale per input channel.
+"""SmoothQuant: moves the difficulty of quantization from activations to weights, with a scale per input channel.
 
-``s_j = max|x_j|^alpha / max|W_j|^(1 - alpha)``; inputs are divided by ``s``, the weights' columns multiplied by it, so
-that the float function stays the same. With ``alpha`` 0.5 both have the same largest magnitude in every channel, which
-a scale per token or per tensor then serves better than it does a few large channels. Xiao et al. 2022, "SmoothQuant",
+``s_j = max|x_j|^alpha / max|W_j|^(1 - alpha)``; inputs are divided by ``s`` and the weights' columns are multiplied by
+it, so that the float function stays the same. With ``alpha`` 0.5 both have the same largest magnitude in every channel,
+so a scale per token or per tensor suits them better than it suits a few large channels. Xiao et al. 2022,
+"SmoothQuant", arXiv 2211.10438.
 arXiv 2211.10438.
 
-The division goes into the norm or the linear layer ahead (``folding.py``); layers where that can't be are left alone,
-and say so.
+The division goes into the preceding norm or linear layer (``folding.py``); layers where that isn't possible are left
+alone, with a note.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from qgemm.calibration.statistics import InputStatistics
 from qgemm.nn.linear_layer import linear_weight
 
 ALPHAS = tuple(tenths / 10 for tenths in range(11))
-"""What ``alpha="search"`` chooses from, beside no scales at all."""
+"""The values that ``alpha="search"`` chooses from, besides no scales at all."""
 
 _ROWS = 512
 
@@ -34,8 +35,8 @@ _ROWS = 512
 class SmoothQuant(Method):
     """Scales the input channels of every layer whose scales can be folded into the previous one.
 
-    - ``alpha``: 0 to 1, how much of the difficulty moves to the weights; or ``"search"``: for each fold the one of
-      0, 0.1, ... 1, or no scales at all, with the minimum error of its layers' outputs on calibration rows.
+    - ``alpha``: 0 to 1, how much of the difficulty moves to the weights; or ``"search"``: for each fold, the one of 0,
+      0.1, ... 1, or no scales at all, with the minimum error of its layers' outputs on calibration rows.
     - ``through_linear``: whether scales also go into linear layers (values before the output projection, ups before the
       down-projection), or only into norms, as in the paper.
 
@@ -100,7 +101,7 @@ def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float) -> T
 def smoothed_loss(work: LayerWork, seen: InputStatistics, scales: Tensor) -> float:
     """``|y - x W^T|^2 / |x W^T|^2`` over ``seen.rows``, with ``y`` of the quantized ``x / scales`` and ``W * scales``.
 
-    Weight and input are rounded to nearest, as the layer's scheme says.
+    Weight and input are rounded to nearest, according to the layer's scheme.
     """
     weight = linear_weight(work.module).detach().float() * scales
     part, scheme = rounded_part(work, weight), work.scheme.weight

@@ -1,11 +1,12 @@
-"""``InputStatistics``: what methods want to know of a layer's inputs ``x [..., K]``.
+"""``InputStatistics``: the statistics of a layer's inputs ``x [..., K]`` that methods use.
 
-``second_moment = sum_t x_t x_t^T / tokens``, which is all that the squared error of a layer's output depends on:
+``second_moment = sum_t x_t x_t^T / tokens``, which alone determines the squared error of a layer's output:
 ``mean_t |(W - V) x_t|^2 = trace((W - V) second_moment (W - V)^T)``. It is half of GPTQ's Hessian.
 
-Products of a call's rows are float32, sums over calls float64. ``rows`` are every ``s``-th row of all calls, ``s`` the
-least power of two that leaves fewer than twice as many as are wanted; of these, those that are spread most evenly. So
-what is kept depends on the rows and their order, never on chance or on how rows are divided into calls.
+Products of one call's rows are float32, sums over calls are float64. ``rows`` are every ``s``-th row of all calls,
+where ``s`` is the smallest power of two that leaves fewer than twice as many as wanted; of these, the most evenly
+spread are used. So the result depends on the rows and their order, never on chance or on how rows are divided into
+calls.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class InputStatistics:
     - ``tokens``: the number of rows, at least one.
     - ``channel_amax [K]``: float32, the largest magnitude in each column.
     - ``mean [K]``: float32.
-    - ``second_moment [K, K]``: float32, ``sum x x^T / tokens``; only if asked for.
-    - ``rows [n, K]``: in the dtype of ``x``, rows spread evenly over all tokens, in their order; only if asked for.
+    - ``second_moment [K, K]``: float32, ``sum x x^T / tokens``; only on request.
+    - ``rows [n, K]``: in the dtype of ``x``, rows spread evenly over all tokens, in their order; only on request.
     """
 
     tokens: int
@@ -35,10 +36,10 @@ class InputStatistics:
 
 
 class StatisticsSum:
-    """Adds up the inputs of one layer, call by call; ``result`` is what was seen so far."""
+    """Accumulates the inputs of one layer, call by call; ``result`` has the statistics so far."""
 
     def __init__(self, *, second_moment: bool = False, rows: int = 0) -> None:
-        """``rows``: how many are to be kept at most."""
+        """``rows``: the maximum number of rows to keep."""
         self._with_second_moment, self._wanted = second_moment, rows
         self._tokens = 0
         self._amax: Tensor | None = None
@@ -48,9 +49,9 @@ class StatisticsSum:
 
     @torch.no_grad()
     def add(self, x: Tensor, products: Tensor | None = None) -> Tensor | None:
-        """Takes in the rows of ``x [..., K]``; returns their ``x^T x``, for another layer with the same input.
+        """Adds the rows of ``x [..., K]``; returns their ``x^T x``, for another layer with the same input.
 
-        ``products``: that, if it is known. Raises ``ValueError`` if ``x`` holds NaN or Inf.
+        ``products``: this product, if it is known. Raises ``ValueError`` if ``x`` holds NaN or Inf.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         if not rows.shape[0]:
