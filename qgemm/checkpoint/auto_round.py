@@ -1,9 +1,10 @@
-"""Checkpoints of AutoRound in its own format: 4- or 8-bit weights, whose scales may be negative, and fp8.
+"""Checkpoints of AutoRound in its own format: fp8, and 4- or 8-bit weights whose scales may be negative.
 
-Tensors are GPTQ's, without a ``g_idx``, or AWQ's, as ``packing_format`` says; before there was one, ``backend`` did.
-GPTQ's are of version 1 where it says gptq; else (``auto_round:exllamav2``) zero points are stored as they are.
-``packed_layers.py`` has both layouts. In fp8 layers are those of ``fp8.py``, or the weights alone are fp8. What it
-exports as ``gptq``, ``awq`` or ``compressed-tensors`` is of that format.
+Tensors have GPTQ's layout without a ``g_idx``, or AWQ's, according to ``packing_format``, or to ``backend`` in files
+from before there was a ``packing_format``. GPTQ's layout is of version 1 where it says gptq; otherwise
+(``auto_round:exllamav2``) zero points are stored unchanged. ``packed_layers.py`` describes both layouts. Layers in fp8
+are those of ``fp8.py``, or have only fp8 weights. Checkpoints that AutoRound exports as ``gptq``, ``awq`` or
+``compressed-tensors`` have that format.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ QUANT_METHOD = "auto-round"
 OLD_METHOD = "intel/auto-round"
 _GPTQ = "auto_round:auto_gptq"
 _FP8 = ("fp", "fp8", "fp8_e4m3")
-# The layout, and whether GPTQ's zero points are stored less 1.
+# The layout, and whether GPTQ's zero points are stored minus 1.
 _PACKINGS = {
     **dict.fromkeys(("gptq", "auto_gptq", "auto"), ("gptq", True)),
     **dict.fromkeys(("awq", "auto_awq"), ("awq", True)),
@@ -35,10 +36,10 @@ _PACKINGS = {
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
+    """Reads the contents of a checkpoint from its ``quantization_config`` and stored tensors.
 
-    Raises ``CheckpointError`` for other data types than whole numbers and fp8, and for activations that are quantized
-    where weights are whole numbers.
+    Raises ``CheckpointError`` for data types other than whole numbers and fp8, and for quantized activations with
+    weights in whole numbers.
     """
     exceptions = quantization.get("extra_config")
     exceptions = exceptions if isinstance(exceptions, dict) else {}
@@ -70,13 +71,13 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
 
 def _read_fp8(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint in fp8, whose activations are static, dynamic, or in float."""
+    """Reads the contents of a checkpoint in fp8, whose activations are static, dynamic, or in float."""
     size, size_of_inputs = quantization.get("group_size"), quantization.get("act_group_size", -1)
     blocks = size if isinstance(size, list) else None
     if (act_bits := quantization.get("act_bits")) not in (None, 8, 16, 32):
         raise unsupported(f"{config_path}: act_bits is {act_bits!r}; with fp8 weights qgemm reads 8, and 16 for float")
     if act_bits == 8:
-        # For all of a token, or all there is: the former is at least as fine.
+        # One scale per token, or one for all of it (0): scales per token are at least as fine.
         if blocks is None and size_of_inputs not in (-1, 0):
             raise unsupported(f"{config_path}: act_group_size is {size_of_inputs!r}; qgemm has a scale for each token")
         is_static = quantization.get("act_dynamic") is False
@@ -96,7 +97,7 @@ def _read_fp8(quantization: dict[str, Any], stored: dict[str, StoredTensor], con
 
 
 def _packing_of(quantization: dict[str, Any]) -> Any:
-    """The ``packing_format``; without one, the ``backend`` of old files, if that says how they are packed."""
+    """The ``packing_format``; in old files without one, the ``backend``, if it says how layers are packed."""
     if (packing := quantization.get("packing_format")) is not None:
         return packing
     backend = quantization.get("backend")
@@ -106,7 +107,7 @@ def _packing_of(quantization: dict[str, Any]) -> Any:
 
 
 def _own_spelling(name: Any) -> str:
-    """A packing or a backend, whose first part the library's first versions wrote ``autoround`` or ``auto-round``."""
+    """Normalizes a packing or backend: early versions of the library wrote ``autoround`` or ``auto-round``."""
     first, colon, rest = str(name).partition(":")
     return ("auto_round" if first in ("autoround", "auto-round") else first) + colon + rest
 

@@ -1,7 +1,7 @@
 """Checkpoints of AWQ (AutoAWQ's version ``gemm``): 4-bit weights in groups, mostly with zero points.
 
-``packed_layers.py`` has the layout. What activations' sizes said about the weights is in the weights of the layers
-before; nothing in the files is left to do.
+``packed_layers.py`` describes the layout. AWQ's scaling by activations is already folded into the weights of preceding
+layers, so nothing in the files needs to be applied.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 
 QUANT_METHOD = "awq"
 CONFIG_FILE = "quant_config.json"
-"""Where older versions say what ``quantization_config`` says now."""
+"""The older names of keys in ``quantization_config``."""
 
 _VERSIONS = ("gemm", "exllama")
-"""Those with the same tensors, for two kernels."""
+"""Versions with the same tensors, for two kernels."""
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
+    """Reads the contents of a checkpoint from its ``quantization_config`` and stored tensors.
 
-    Raises ``CheckpointError`` for the versions that lay weights out for other kernels (``gemv``).
+    Raises ``CheckpointError`` for versions that lay out weights for other kernels (``gemv``).
     """
     version = quantization.get("version", "gemm")
     if not isinstance(version, str) or version.lower() not in _VERSIONS:

@@ -1,8 +1,8 @@
-"""Checkpoints of BitNet: weights of -1, 0 and 1 with one scale a tensor, and int8 activations with one a token.
+"""Checkpoints of BitNet: weights of -1, 0 and 1 with one scale per tensor, and int8 activations with one per token.
 
-``weight`` is uint8 ``[N / 4, K]``: row ``r`` has the values of rows ``r``, ``r + N / 4``, ... plus 1, two bits each,
-low ones first. ``weight_scale`` ``[1]`` multiplies with ``linear_class`` autobitlinear, and divides with bitlinear. In
-int8 such a layer computes the same; its weight takes four times as much.
+``weight`` is uint8 ``[N / 4, K]``: row ``r`` contains rows ``r``, ``r + N / 4``, ... of the weight, plus 1, in two bits
+each, low bits first. ``weight_scale`` ``[1]`` is a factor if ``linear_class`` is autobitlinear, and a divisor if it is
+bitlinear. In int8 such a layer computes the same; its weight takes four times as much memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _TO_SCALE: dict[str, Callable[[Tensor], Tensor]] = {"autobitlinear": Tensor.floa
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
+    """Reads the contents of a checkpoint from its ``quantization_config`` and stored tensors.
 
-    Raises ``CheckpointError`` for layers that round float weights at each call, or normalize their input.
+    Raises ``CheckpointError`` for layers that round float weights in each call, or that normalize their input.
     """
     kind = quantization.get("linear_class", "bitlinear")
     to_scale = _TO_SCALE.get(kind) if isinstance(kind, str) else None
@@ -64,14 +64,14 @@ def _note_layer(contents: Contents, layer: str, to_scale: Callable[[Tensor], Ten
 
 
 def _scales(to_scale: Callable[[Tensor], Tensor], N: int, value: Tensor) -> Tensor:
-    """Raises ``ValueError`` for what isn't finite: 1 / Inf would be a scale."""
+    """One scale per row; raises ``ValueError`` for a value that isn't finite: 1 / Inf would be a valid scale."""
     if not bool(value.isfinite().all()):
         raise ValueError("holds NaN or Inf")
     return for_each(to_scale(value), N)
 
 
 def _unpacked(octets: Tensor) -> Tensor:
-    """Values int8 ``[N, K]``. Raises ``ValueError`` for one of 2."""
+    """The values, int8 ``[N, K]``. Raises ``ValueError`` for a value of 2."""
     if bool((octets & (octets >> 1) & 0x55).any()):
         raise ValueError("holds a value of 2, where all are -1, 0 or 1")
     return torch.cat([(octets >> 2 * i & 3).to(INT8.storage) - 1 for i in range(_IN_A_BYTE)])

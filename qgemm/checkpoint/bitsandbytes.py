@@ -1,13 +1,13 @@
-"""Checkpoints of bitsandbytes, as transformers saves them. Here is int8 (``load_in_8bit``).
+"""Checkpoints of bitsandbytes in int8 (``load_in_8bit``), as transformers saves them.
 
-``bitsandbytes_4bit.py`` has the 4 bits.
+``bitsandbytes_4bit.py`` reads those in 4 bits.
 
-``<layer>.weight`` int8 ``[N, K]``, also for transformers' ``Conv1D``, which holds its own weight as ``[K, N]``;
-``<layer>.SCB`` float32 ``[N]``, each row's largest absolute value, so that the scale is ``SCB / 127``;
-``<layer>.weight_format`` uint8, 0 for rows, the one order that its present versions write.
+``<layer>.weight``: int8 ``[N, K]``, also for transformers' ``Conv1D``, whose own weight is ``[K, N]``. ``<layer>.SCB``:
+float32 ``[N]``, the largest absolute value of each row, so that the scale is ``SCB / 127``. ``<layer>.weight_format``:
+uint8, 0 for row order, the only one that its present versions write.
 
-bitsandbytes computes the columns of activations over ``llm_int8_threshold`` in 16 bits. qgemm doesn't: it runs all of
-them in int8, each row with its own scale, and a note says so.
+bitsandbytes computes columns of activations above ``llm_int8_threshold`` in 16 bits. qgemm doesn't: it computes all
+columns in int8, each row with its own scale, and a note says so.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _THRESHOLD = 6.0  # transformers' default
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint with ``quantization_config`` and tensors such as these, which say what they are.
+    """Reads the contents of a checkpoint from its ``quantization_config`` and stored tensors.
 
-    Raises ``CheckpointError``, naming the layer, for anything but int8 and nf4.
+    Raises ``CheckpointError``, naming the layer, for formats other than int8 and nf4.
     """
     threshold = quantization.get("llm_int8_threshold", _THRESHOLD)
     if type(threshold) not in (int, float):
@@ -54,7 +54,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
                 raise CheckpointError(f"{tensor.path}: {name} is {tensor}, not a uint8 number")
             problem = "the weight is laid out for one kind of GPU, as old versions of bitsandbytes did; save it again"
             contents.must_be_zero(name, problem)
-    if contents.manifest.layers and threshold > 0:  # 0: without outliers
+    if contents.manifest.layers and threshold > 0:  # 0 means no outliers
         contents.note(
             f"all activations are computed in int8; bitsandbytes computes columns with values above {threshold:g} "
             "(llm_int8_threshold) in 16 bits, so that it loses less where a model has such outliers"
@@ -64,5 +64,5 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
 
 def _to_scale(absmax: Tensor) -> Tensor:
-    # A row of zeros has 0; the smallest scale there is means the same.
+    # A row of zeros has 0; the smallest positive scale gives the same values.
     return torch.where(absmax == 0, MIN_SCALE, absmax / INT8.steps)

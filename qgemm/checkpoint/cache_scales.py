@@ -1,7 +1,7 @@
-"""Scales of keys and values in a checkpoint, for a server's cache in fp8 (``kv_cache_scheme``).
+"""Scales of keys and values in a checkpoint, for a server's fp8 cache (``kv_cache_scheme``).
 
-qgemm's cache is chosen where it is made, in float or in int8 with a scale of its own for each token and head, which is
-finer than these. So they are left out, and the user is told.
+In qgemm, the cache is chosen when it is made, in float or in int8 with a scale for each token and head, which is finer
+than these scales. So they are left out, and the user is told.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.tensors import split_name
 
 _LEAVES = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
-# Of the layers that make keys and values, in older files of AutoFP8 and LLM Compressor.
+# The layers that compute keys and values, in older files of AutoFP8 and LLM Compressor.
 _OUTPUTS = tuple(f"{made}_proj.output_{leaf}" for made in "kv" for leaf in ("scale", "zero_point"))
 NOTE = (
     "its scales of keys and values are not used: they stay in the dtype of the cache (qgemm.fast_generate takes "
@@ -23,15 +23,15 @@ NOTE = (
 
 
 def asks_for_cache(quantization: Mapping[str, Any]) -> bool:
-    """Whether a config has scales, or a dtype, for keys and values; ``static_kv_dtype`` is AutoRound's."""
+    """Whether a config specifies scales or a dtype for keys and values; ``static_kv_dtype`` is AutoRound's key."""
     return bool(quantization.get("kv_cache_scheme") or quantization.get("static_kv_dtype"))
 
 
 def leave_to_cache(contents: Contents, is_asked_for: bool = False) -> None:
-    """Leaves the scales of keys and values out of ``contents``; ``is_asked_for``: the config has such a scheme."""
+    """Leaves the scales of keys and values out of ``contents``; ``is_asked_for``: whether the config specifies them."""
     for name, tensor in contents.stored.items():
         if split_name(name)[1] in _LEAVES or name.endswith(_OUTPUTS):
-            if math.prod(tensor.shape) == max(tensor.shape, default=1):  # one, or one for each head
+            if math.prod(tensor.shape) == max(tensor.shape, default=1):  # one scale, or one for each head
                 contents.pass_over(name)
                 is_asked_for = True
     if is_asked_for:

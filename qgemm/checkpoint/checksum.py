@@ -1,8 +1,8 @@
-"""The checksum of a tensor's values: the sum of their bytes, taken as 8-byte little-endian numbers, modulo 2^64.
+"""The checksum of a tensor's values: the sum of their bytes, read as 8-byte little-endian numbers, modulo 2^64.
 
-It finds every flipped bit and every piece of up to 8 bytes that was overwritten, and all but one in 2^64 of other
-damages that don't move whole words about. At 38 GB/s on one core it is five times as fast as ``zlib.crc32``, and it is
-computed on any device.
+It detects every flipped bit and every overwritten piece of up to 8 bytes, and all but one in 2^64 of other kinds of
+damage that don't just move whole words. At 38 GB/s on one core it is five times as fast as ``zlib.crc32``, and it can
+be computed on any device.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ _BYTES_AT_A_TIME = 16 << 20
 
 
 def checksum(values: Tensor) -> int:
-    """The checksum of a tensor, which must be contiguous."""
+    """The checksum of a contiguous tensor."""
     sum_of = RunningChecksum()
     sum_of.add(values)
     return sum_of.value
 
 
 def format_checksum(value: int) -> str:
-    """A checksum as files have it: 16 hexadecimal digits."""
+    """A checksum in the form that files use: 16 hexadecimal digits."""
     return f"{value:016x}"
 
 
 class RunningChecksum:
-    """The checksum of values that come in pieces, of whatever sizes."""
+    """The checksum of values that arrive in pieces of any size."""
 
     def __init__(self) -> None:
-        """Of no values yet."""
+        """Starts without values."""
         self._sum = 0
-        self._rest = b""  # up to 7 bytes, which make no whole word yet
+        self._rest = b""  # up to 7 bytes, which don't fill a word yet
 
     def add(self, values: Tensor) -> None:
-        """Takes in the next values, a contiguous tensor."""
+        """Adds the next values, a contiguous tensor."""
         content = values.reshape(-1).view(torch.uint8)
         if self._rest:
             rest = torch.tensor(list(self._rest), dtype=torch.uint8, device=content.device)
@@ -50,14 +50,14 @@ class RunningChecksum:
 
     @property
     def value(self) -> int:
-        """The checksum of all that was added."""
+        """The checksum of everything added so far."""
         return (self._sum + int.from_bytes(self._rest, "little")) % 2**64
 
 
 def checksum_in_file(
     file: BinaryIO, start: int, size: int, read: Callable[[int], object] = lambda count: None
 ) -> RunningChecksum:
-    """The checksum of ``size`` bytes of a file, from ``start`` on; ``read`` is told how many were read.
+    """The checksum of ``size`` bytes of a file from ``start`` on; ``read`` is called with the number of bytes read.
 
     Raises ``OSError`` if the file is too short.
     """

@@ -1,11 +1,12 @@
-"""Checkpoints of the compressed-tensors library (LLM Compressor, vLLM): which layers they hold, and as what.
+"""Checkpoints of the compressed-tensors library (LLM Compressor, vLLM): finds the quantized layers and their groups.
 
-The files say which layers are quantized: those with a ``weight_scale``. What their numbers mean, the config's groups
-say; a layer is of the group that its tensors fit. Targets decide only between groups that a layer fits alike, and there
-names and classes alone, and what qgemm writes for experts: anyone's regular expressions are not evaluated.
+The files tell which layers are quantized: those with a ``weight_scale``. The config's groups tell what the numbers
+mean; a layer belongs to the group that its tensors fit. Targets only decide between groups that a layer fits equally
+well. Only names, classes, and the patterns that qgemm writes for experts are used: other regular expressions come from
+untrusted files and are not evaluated.
 
-``compressed_tensors_groups.py`` has the groups, ``compressed_tensors_layers.py`` one layer, and
-``compressed_tensors_writer.py`` how qgemm writes such files.
+``compressed_tensors_groups.py`` parses groups, ``compressed_tensors_layers.py`` reads single layers, and
+``compressed_tensors_writer.py`` writes such files.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ NO_ORDER = "actorder is 'group', but layers have no weight_g_idx: their columns 
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
+    """Reads the contents of a checkpoint from its ``quantization_config`` and stored tensors.
 
-    ``weight_shape`` and ``weight_g_idx``, which hold no weights, are read here: the shape isn't in the headers. Raises
-    ``CheckpointError``, naming group and layer, for what qgemm can't compute.
+    ``weight_shape`` and ``weight_g_idx``, which aren't weights, are read here already, because headers don't contain
+    the shape. Raises ``CheckpointError``, naming group and layer, for anything that qgemm can't compute.
     """
     groups = _parse_groups(quantization, stored, config_path)
     contents = Contents.of_files(stored)
@@ -129,9 +130,9 @@ def _group_of(layer: Layer, groups: list[Group], config_path: Path) -> Group:
 
 
 def _parse_groups(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> list[Group]:
-    """The groups; raises ``CheckpointError`` if qgemm can't compute one."""
+    """Parses the groups; raises ``CheckpointError`` if qgemm can't compute one."""
     status = quantization.get("quantization_status")
-    if status not in ("compressed", "frozen"):  # older files are compressed and say that they are frozen
+    if status not in ("compressed", "frozen"):  # older files are compressed although they say frozen
         raise CheckpointError(
             f"{config_path}: quantization_status is {status!r}; only 'compressed' files hold quantized values"
         )
@@ -157,7 +158,7 @@ def _parse_groups(quantization: dict[str, Any], stored: dict[str, StoredTensor],
 def _layer_with(
     leaves: tuple[str, ...], group: dict[str, Any], is_only: bool, stored: dict[str, StoredTensor]
 ) -> str | None:
-    """A layer that is quantized in this way, if the files or the group's targets show one."""
+    """A layer quantized in this way, if the files or the group's targets show one."""
     for name in stored:
         layer, leaf = split_name(name)
         if leaf in leaves or (is_only and leaf in ("weight_scale", "weight_packed")):

@@ -1,12 +1,14 @@
-"""The ``config_groups`` of compressed-tensors as values: which layers a group means, and the scheme that computes it.
+"""The ``config_groups`` of compressed-tensors as values: the layers that a group means, and the scheme that computes
+it.
 
-A group quantizes the weights of its targets, and perhaps their inputs: integers or floats of so many bits, with a scale
-for a tensor, a channel, a token, groups along K, or blocks. ``parse_group`` says which of qgemm's schemes that is, or
-why it is none. Where qgemm has the weights but leaves activations in float that the file rounds, the group has a
+A group quantizes the weights of its targets, and perhaps their inputs: integers or floats of a number of bits, with a
+scale per tensor, channel, token, group along K, or block. ``parse_group`` finds qgemm's scheme for it, or the reason
+why there is none. If qgemm supports the weights but leaves activations in float that the file rounds, the group has a
 ``note``: the result is closer to the float model than the file asks for, and the user is told.
 
-Targets are names, classes, or anyone's regular expressions. Those are not evaluated: the files tell which layers are
-quantized, and mostly as what. One form is known, which qgemm writes for the layers of experts: ``target_of_experts``.
+Targets are names, classes, or regular expressions from untrusted files. The latter are not evaluated: the files tell
+which layers are quantized, and mostly how. One form is recognized, which qgemm writes for the layers of experts:
+``target_of_experts``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ MXFP4 = "mxfp4-pack-quantized"
 MXFP8 = "mxfp8-quantized"
 
 BLOCK = (128, 128)
-# What has a zero point for its inputs: weights, and the inputs' format, strategy and whether they are dynamic.
+# Schemes whose inputs have a zero point: weights, and the inputs' format, strategy and whether they are dynamic.
 _ASYMMETRIC = ("int8-weight", "int8", "tensor", False)
 SUPPORTED = (
     "qgemm reads weights of int4 and int8 (pack-quantized, int-quantized), fp8 (per tensor, channel, or blocks of "
@@ -36,28 +38,28 @@ SUPPORTED = (
 
 
 def target_of_experts(name: str) -> str:
-    """The regular expression for the layers of the module of experts called ``name``, such as ``name.0.up_proj``.
+    """The regular expression for the layers of the module of experts ``name``, such as ``name.0.up_proj``.
 
-    The library and vLLM match what follows ``re:`` from the beginning.
+    The library and vLLM match the text after ``re:`` from the beginning.
     """
     return rf"re:{re.escape(name)}\.\d+\."
 
 
 class Unsupported(Exception):
-    """Something that qgemm doesn't compute. ``leaves``: the tensors by which a layer of that kind is known."""
+    """Something that qgemm doesn't compute. ``leaves``: the tensors by which such a layer is recognized."""
 
     def __init__(self, text: str, *leaves: str) -> None:
-        """``text``: what it is, after the name of its group."""
+        """``text``: what it is, to follow the name of its group."""
         super().__init__(text)
         self.leaves = leaves
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """How one tensor is quantized, as a group says it.
+    """How one tensor is quantized, according to a group.
 
-    ``kind``: ``"int"`` or ``"float"``. ``strategy``: what shares a scale. ``dynamic``: whether scales are found as the
-    values come; ``"local"`` if only those within a given one are.
+    ``kind``: ``"int"`` or ``"float"``. ``strategy``: what shares a scale. ``dynamic``: whether scales are computed at
+    run time; ``"local"`` if only those within a given scale are.
     """
 
     kind: str
@@ -76,9 +78,9 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Group:
-    """What a group is: its weights and inputs, how they are stored, for which targets, and what qgemm makes of it.
+    """A group: its weights and inputs, how they are stored, its targets, and the scheme that qgemm uses for it.
 
-    ``scheme``: the name of that, for a layer whose groups are columns in order. ``note``: what of it isn't computed.
+    ``scheme``: the scheme's name, for a layer whose groups are neighboring columns. ``note``: what qgemm leaves out.
     ``orders_columns``: whether layers should have an order of columns.
     """
 
@@ -102,7 +104,7 @@ class Group:
         return self.inputs is not None and not self.inputs.symmetric
 
     def scheme_of(self, is_ordered: bool) -> QuantScheme:
-        """The scheme of a layer; ``is_ordered``: it has an order of columns. Raises ``ValueError`` if there is none."""
+        """The scheme of a layer, whose columns have an order if ``is_ordered``. Raises ``ValueError`` if none fits."""
         weight, mark, activation = self.scheme, "-ordered" if is_ordered else "", ""
         if self.scheme.endswith("-int8"):
             weight, activation = self.scheme.removesuffix("-int8"), "-int8"
@@ -110,7 +112,7 @@ class Group:
 
 
 def parse_group(name: str, group: dict[str, Any], whole_format: object) -> Group:
-    """The group called ``name``, in a config whose own format is ``whole_format``. Raises ``Unsupported``."""
+    """Parses the group ``name`` in a config whose own format is ``whole_format``. Raises ``Unsupported``."""
     weights = _arguments(group.get("weights"), "weights")
     if weights is None:
         raise Unsupported("leaves the weights in float")
@@ -128,7 +130,7 @@ def parse_group(name: str, group: dict[str, Any], whole_format: object) -> Group
         raise Unsupported(f"has {weights.format} weights that qgemm has no scheme for ({error})") from None
     targets = group.get("targets")
     named = tuple(each for each in targets if isinstance(each, str)) if isinstance(targets, list) else ()
-    # Dynamic is another word for group; true is that of the first versions.
+    # "dynamic" is a synonym of "group"; true is from the library's first versions.
     orders_columns = str(group["weights"].get("actorder")).lower() in ("group", "dynamic", "true")
     return Group(name, weights, inputs, str(stored_as), named, scheme, note, orders_columns)
 
@@ -156,13 +158,13 @@ def _block(value: Any) -> tuple[int, int] | None:
 
 
 def _weights_name(weights: Arguments, stored_as: object) -> str:
-    """The scheme of these weights with activations in float, or, of blocks, with those in fp8."""
+    """The scheme of these weights with activations in float, or, for weights in blocks, with activations in fp8."""
     if weights.dynamic is not False:
         raise Unsupported("has dynamic weights")
     known: dict[str, tuple[str, ...]] = {
         "int4": (PACKED, INT, NAIVE),
         "int8": (PACKED, INT, NAIVE),
-        "fp8": (FLOAT, NAIVE, MXFP8, INT),  # the last of the library's first versions
+        "fp8": (FLOAT, NAIVE, MXFP8, INT),  # the last one in files of the library's first versions
         "fp4": (NVFP4, MXFP4),
     }
     if weights.format not in known:
@@ -207,7 +209,7 @@ def _grain(arguments: Arguments) -> str:
 
 
 def _with_inputs(base: str, weights: Arguments, inputs: Arguments) -> tuple[str, str]:
-    """The scheme of weights called ``base`` with these inputs, and what is left out of it."""
+    """The scheme for weights of scheme ``base`` with these inputs, and a note about what is left out."""
     if not inputs.symmetric and (base, inputs.format, inputs.strategy, inputs.dynamic) != _ASYMMETRIC:
         raise Unsupported(
             "has asymmetric input_activations, which qgemm reads with static scales and symmetric int8 weights alone",
@@ -217,7 +219,7 @@ def _with_inputs(base: str, weights: Arguments, inputs: Arguments) -> tuple[str,
     how = inputs.format, inputs.strategy, inputs.dynamic
     a_row_each = ""
     if how[1:] == ("tensor", True):
-        # A scale for each row is at least as fine as one for all.
+        # A scale for each row is at least as fine as one for all of them.
         how = inputs.format, "token", True
         a_row_each = "activations get a scale for each token, where the checkpoint asks for one for all of them"
     match how:

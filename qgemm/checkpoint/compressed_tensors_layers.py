@@ -1,4 +1,5 @@
-"""One layer in files of compressed-tensors: which of the config's groups it is of, and what becomes of its tensors.
+"""One layer in files of compressed-tensors: which of the config's groups it belongs to, and how its tensors are
+converted.
 
 | stored as | tensors of a layer ``[N, K]`` |
 |---|---|
@@ -51,7 +52,7 @@ LEAVES = (
     "input_zero_point",
     "input_global_scale",
 )
-"""The tensors that a layer may have; its bias is anyone's."""
+"""The tensors that a layer may have; besides, it may have a bias, as any layer."""
 
 _ASYMMETRIC = (
     "the zero point is not 0, but the config says that the layer is quantized symmetrically: correct symmetric in the "
@@ -67,8 +68,8 @@ _SHIFTED = (
 class Layer:
     """A layer in the files.
 
-    ``tensors``: those of ``LEAVES`` that it has. ``shape``: what its ``weight_shape`` holds. ``g_idx``: the group
-    of each column, int64 ``[K]``; None if there is no ``weight_g_idx``, or one of -1, which means the same.
+    ``tensors``: those of ``LEAVES`` that it has. ``shape``: the content of its ``weight_shape``. ``g_idx``: the group
+    of each column, int64 ``[K]``; None without a ``weight_g_idx``, or if that is -1, which means the same.
     """
 
     name: str
@@ -78,12 +79,12 @@ class Layer:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether groups aren't of neighboring columns."""
+        """Whether groups consist of other than neighboring columns."""
         return self.g_idx is not None and bool((self.g_idx.diff() < 0).any())
 
 
 def problem_with(layer: Layer, group: Group) -> str:
-    """Why ``layer`` can't be of ``group``, by names, shapes and dtypes; empty if it can."""
+    """Why ``layer`` can't belong to ``group``, by names, shapes and dtypes; empty if it can."""
     leaf, dtype = _weight_of(group)
     weight = layer.tensors.get(leaf)
     if weight is None or weight.dtype != dtype or len(weight.shape) != 2:
@@ -166,7 +167,7 @@ def _unfit(layer: Layer, leaf: str, wanted: str) -> str:
 
 
 def note_layer(contents: Contents, layer: Layer, group: Group) -> None:
-    """Notes what becomes of the tensors of ``layer``, which fits ``group``."""
+    """Notes how the tensors of ``layer``, which fits ``group``, are converted."""
     name = layer.name
     try:
         scheme = group.scheme_of(is_ordered=layer.is_ordered)
@@ -193,7 +194,7 @@ def note_layer(contents: Contents, layer: Layer, group: Group) -> None:
             contents.pass_over(full_name)
     if "input_scale" in layer.tensors and not group.shifts_inputs:
         note_input_scale(contents, name)
-    # Older versions store zero points for symmetric schemes as well.
+    # Older versions store zero points for symmetric schemes too.
     if "input_zero_point" in layer.tensors and not group.shifts_inputs:
         contents.must_be_zero(f"{name}.input_zero_point", _SHIFTED)
     if "weight_zero_point" in layer.tensors and group.weights.symmetric:
@@ -216,7 +217,7 @@ def _must_be_symmetric(contents: Contents, layer: Layer, group: Group) -> None:
 
 
 def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
-    """Int4 or int8 in words, with zero points in words, and columns in an order."""
+    """Int4 or int8 in words, with zero points in words, and an order of columns."""
     assert layer.shape is not None
     (N, K), bits, name = layer.shape, group.weights.bits, layer.name
     contents.shapes[name] = (N, K)
@@ -224,7 +225,7 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
     dtype = torch.uint8 if bits == 4 else INT8.storage
 
     def codes_of(words: Tensor) -> Tensor:
-        # q + 8 as two's complement of 4 bits, q + 128 as that of 8.
+        # q + 8 becomes two's complement of 4 bits, q + 128 two's complement of 8.
         return unpack_words(words, bits, K) ^ (1 << (bits - 1))
 
     def store(codes: Tensor) -> Tensor:
@@ -248,7 +249,7 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
 
 
 def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
-    """Int8 values, of which int4 weights have 16."""
+    """Int8 values; int4 weights use 16 of them."""
     N, K = layer.tensors["weight"].shape
     name, scale = layer.name, f"{layer.name}.weight_scale"
     if group.inputs is not None and group.weights.bits == 8:
@@ -271,7 +272,7 @@ def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
 
 
 def _note_shifted(contents: Contents, layer: Layer) -> None:
-    """Int8 values for inputs with a zero point, of which the bias takes off what it adds to the product."""
+    """Int8 values for inputs with a zero point; the bias subtracts what the zero point adds to the product."""
     (N, K), name, bias = layer.tensors["weight"].shape, layer.name, f"{layer.name}.bias"
     check_scale(contents, f"{name}.input_scale", FLOAT_DTYPES, {(), (1,)})
     sources = [f"{name}.{leaf}" for leaf in ("weight", "weight_scale", "input_scale", "input_zero_point")]
@@ -294,7 +295,7 @@ def _note_shifted(contents: Contents, layer: Layer) -> None:
 
 
 def _note_zero_point(contents: Contents, layer: Layer, bits: int, N: int) -> None:
-    """Zero points of groups, packed along N or with a byte each."""
+    """Zero points of groups, packed along N or one per byte."""
     name, groups, middle = f"{layer.name}.weight_zero_point", _groups_of(layer), 1 << (bits - 1)
 
     def convert(value: Tensor) -> Tensor:
@@ -312,13 +313,13 @@ def _note_zero_point(contents: Contents, layer: Layer, bits: int, N: int) -> Non
 
 
 def _groups_of(layer: Layer) -> int:
-    """How many scales a row has."""
+    """The number of scales in a row."""
     scale = layer.tensors["weight_scale"]
     return scale.shape[1] if len(scale.shape) == 2 else 1
 
 
 def note_group_scale(contents: Contents, layer: Layer, N: int) -> None:
-    """The scales of a layer that computes with any float dtype: as they are, but ``[N, groups]``."""
+    """The scales of a layer that computes with any float dtype: unchanged, except for the shape ``[N, groups]``."""
     scale, name = layer.tensors["weight_scale"], f"{layer.name}.weight_scale"
     dtype = scale.dtype if scale.dtype in FLOAT_DTYPES[:3] else torch.float32
     assert dtype is not None

@@ -1,8 +1,8 @@
-"""What qgemm writes for compressed-tensors: the tensors of each layer, and the config that says what they are.
+"""Writes the format of compressed-tensors: the tensors of each layer, and the config that describes them.
 
-Every scheme is written in the format that the library itself chooses for it, so that its readers, transformers and vLLM
-find what they expect. Scales keep their dtype: those that qgemm makes are float32 where the library's have the model's
-dtype, so that none is rounded. transformers reads them in the model's dtype, as if they had been stored in it.
+Every scheme is written in the format that the library itself chooses for it, so that its readers, transformers and
+vLLM, find what they expect. Scales keep their dtype, so none is rounded: qgemm's own are float32, where the library's
+have the model's dtype. transformers reads them in the model's dtype, as if they had been stored in it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from qgemm.scheme import QuantScheme, TensorScheme
 from qgemm.warn import warn_user
 
 _MIXED = "mixed-precision"
-# By the name of the dtype of scales, what the library calls it.
+# The library's names for the dtypes of scales.
 _SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 
 
 def format_of(scheme: QuantScheme) -> str | None:
-    """The format in which the library stores layers of ``scheme``; None if it has none."""
+    """The library's format for layers of ``scheme``; None if it has none."""
     weight = scheme.weight
     if weight.is_ordered or scheme.rotates or scheme.outlier_columns or weight.dtype == "nf4":
         return None
@@ -64,12 +64,12 @@ def format_of(scheme: QuantScheme) -> str | None:
 def tensors_to_write(
     model: nn.Module, layers: dict[str, QuantLayer], tensors: dict[str, Tensor], ties: dict[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors of ``model`` as the library's files hold them.
+    """The tensors of ``model`` in the form of the library's files.
 
-    Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
-    leaves out. Fused experts become a layer each, under the names that files of the model's family have. Raises
-    ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know, for projections of
-    an ``nn.MultiheadAttention``, and for schemes that it has no form for.
+    Of two tensors in ``ties``, only those that transformers ties itself are left out; so are buffers that
+    ``state_dict`` leaves out. Fused experts become a layer each, under the names that files of the model's family use.
+    Raises ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know, for
+    projections of an ``nn.MultiheadAttention``, and for schemes that the library has no format for.
     """
     if transposed := _conv1d_names(model, layers):
         raise ValueError(
@@ -130,7 +130,7 @@ def _warn_of_broken_groups(layers: dict[str, QuantLayer]) -> None:
 def _tensors_of_experts(
     name: str, experts: QuantExperts, own: dict[str, Tensor], leaves: tuple[str, str, str]
 ) -> dict[str, Tensor]:
-    """What the files hold of the parameters ``own`` of ``experts``: a layer for each, called by ``leaves``."""
+    """The tensors in files for the parameters ``own`` of ``experts``: a layer each, with names from ``leaves``."""
     block, wide = experts.scheme.weight.block, experts.intermediate_size
     if block is not None and experts.activation.gated and wide % block[0]:
         raise ValueError(
@@ -164,7 +164,7 @@ def _check_groups(name: str, layer: QuantLayer, layers: dict[str, QuantLayer]) -
 
 
 def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the files hold of a layer in place of its parameters ``own``. Raises ``ValueError`` for a broken group."""
+    """The tensors that replace a layer's parameters ``own`` in files. Raises ``ValueError`` for a broken group."""
     N, K = shape
     weight, scale = own["weight"].detach(), own["weight_scale"].detach()
     stored_as = format_of(scheme)
@@ -196,13 +196,13 @@ def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dic
 
 
 def _unfolded_bias(own: dict[str, Tensor]) -> Tensor:
-    """The float layer's bias, of one from which the zero point's contribution was subtracted."""
+    """The float layer's bias, restored from one from which the zero point's contribution was subtracted."""
     names = "weight", "weight_scale", "input_scale", "input_zero_point"
     return (own["bias"].detach().double() + correction(*(own[name].detach() for name in names))).float()
 
 
 def unpack_int4(packed: Tensor, K: int) -> Tensor:
-    """int8 ``[N, K]``, -8 to 7, of a packed weight."""
+    """The values of a packed weight, int8 ``[N, K]``, -8 to 7."""
     return (unpack_codes(packed, K) ^ 8).view(torch.int8) - 8
 
 
@@ -212,12 +212,12 @@ def _conv1d_names(model: nn.Module, layers: dict[str, QuantLayer]) -> list[str]:
     try:
         plain = built_again(model)
         return [name for name in layers if is_conv1d(plain.get_submodule(name))]
-    except Exception:  # a class of one's own, built in another way: save_quantized warns of those
+    except Exception:  # a user's own class that is built in another way; save_quantized warns about these
         return []
 
 
 def _take_gptq(layers: dict[str, QuantLayer]) -> list[str]:
-    """The way out by GPTQ's files, which hold ``Conv1D``; empty if they can't hold ``layers`` in any scheme."""
+    """Suggests GPTQ's format, which can hold ``Conv1D``; empty if it can't hold ``layers`` in any scheme."""
     save, first = 'save it with format="gptq"', next(iter(layers.values()))
     if all(gptq_writer.fits(layer.scheme, N, K) for layer in layers.values() for N, K, _ in shapes_of(layer)):
         return [save]
@@ -225,7 +225,7 @@ def _take_gptq(layers: dict[str, QuantLayer]) -> list[str]:
 
 
 def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict[str, Any]:
-    """The ``quantization_config`` of ``model``, whose quantized layers are ``layers``."""
+    """The ``quantization_config`` of ``model`` with the quantized ``layers``."""
     used = {layer.scheme.name: layer.scheme for layer in layers.values()}
     groups: dict[str, dict[str, Any]] = {}
     for index, scheme in enumerate(used.values()):

@@ -1,10 +1,10 @@
-"""``Contents``: what a checkpoint of any format holds, in qgemm's terms: its layers, and names, shapes and dtypes.
+"""``Contents``: a checkpoint of any format in qgemm's terms: its layers, and names, shapes and dtypes.
 
-A reader of a format makes it from the config and the headers of the files, before any value is read. It says what
-becomes of the tensors in the files that the model holds otherwise: of one by itself (``convert``), of several together
-(``convert_together``), of one that is only checked (``look_at``) or not needed (``pass_over``). Renaming tensors and
-putting experts together then change where the results go, and not how they are made. ``read_converted`` makes them, on
-any device; who wants some of them alone calls ``check_unheld`` as well.
+A format's reader makes it from the config and the headers of the files, before any value is read. The reader notes how
+the tensors that the model holds in another form are converted: one tensor by itself (``convert``), several together
+(``convert_together``), one that is only checked (``look_at``), or one that isn't needed (``pass_over``). Renaming
+tensors and putting experts together then change where the results go, but not how they are made. ``read_converted``
+makes them, on any device; a caller that wants only some of them must also call ``check_unheld``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from qgemm.nn import QuantLayer
 class Target:
     """A tensor of the model that a conversion makes.
 
-    ``name``: in the model. ``source``: the tensor in the files that an error about its values names. ``place``: where
-    it goes in a tensor of shape ``whole``, which several make; None if it is all of it.
+    ``name``: its name in the model. ``source``: the tensor in the files that errors about its values name. ``place``:
+    its place in a tensor of shape ``whole``, which several targets fill; None if it is the whole tensor.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Target:
 
 @dataclass(eq=False)
 class Conversion:
-    """Tensors of the files, and what the model holds in their place.
+    """Tensors of the files, and what replaces them in the model.
 
-    ``make`` takes the values of ``sources`` and returns one for each of ``targets``, in their order. It raises
-    ``ValueError`` for values that can't be; the error then names the first of the sources. One that the model doesn't
-    have is None. ``checks``: nothing is made, but the values are looked at.
+    ``make`` gets the values of ``sources`` and returns one value for each of ``targets``, in their order. It raises
+    ``ValueError`` for invalid values; the error then names the first source. A target that the model doesn't have is
+    None. ``checks``: nothing is made, but values are checked.
     """
 
     sources: tuple[str, ...]
@@ -54,19 +54,19 @@ class Conversion:
 
 @dataclass
 class Contents:
-    """A checkpoint as the model will hold it.
+    """A checkpoint in the form in which the model will hold it.
 
     - ``manifest``: its quantized layers.
     - ``stored``: the tensors of its files, by their names there.
-    - ``conversions``: for those that the model holds otherwise, how. The rest goes into the model as it is.
+    - ``conversions``: how tensors that the model holds in another form are made. Others go into the model unchanged.
     - ``headers``: the tensors as the model holds them: names, shapes, dtypes.
-    - ``shapes``: ``[N, K]`` of quantized layers whose parameters don't tell it, as packed ones are filled up.
-    - ``report``: what ``qgemm.report`` shows, not checked, or None. ``lacks``: the name of a file that isn't there, and
-      without which the model still loads.
-    - ``is_foreign``: another library's, whose config doesn't say which layers are quantized and which tensors are tied.
+    - ``shapes``: ``[N, K]`` of quantized layers whose parameters don't show it, because packed ones are padded.
+    - ``report``: the content of ``qgemm.report``, unchecked, or None. ``lacks``: the name of a missing file without
+      which the model still loads.
+    - ``is_foreign``: whether it is another library's, whose config doesn't list quantized layers and tied tensors.
     - ``interleaves_experts``: whether rows of fused experts were gate 0, up 0, gate 1, ... in the files.
-    - ``restored``: layers that the files hold quantized and the model in float.
-    - ``notes``: what the checkpoint asks for and qgemm doesn't do, though it loads; the user is told.
+    - ``restored``: layers that are quantized in the files, but in float in the model.
+    - ``notes``: what the checkpoint asks for but qgemm doesn't do, although it loads; the user is told.
     """
 
     manifest: Manifest
@@ -80,12 +80,12 @@ class Contents:
     interleaves_experts: bool = False
     restored: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    # The tensors of the model that are not just read: by which conversion, and which of its targets.
+    # For each tensor of the model that isn't just read: its conversion, and which of the conversion's targets it is.
     _made: dict[str, tuple[Conversion, int]] = field(default_factory=dict)
 
     @classmethod
     def of_files(cls, stored: dict[str, StoredTensor]) -> Contents:
-        """Another library's files as they are, before anything is known of their layers."""
+        """Another library's files as they are, before their layers are known."""
         return cls(Manifest({}, {}), stored, dict(stored), is_foreign=True)
 
     def convert(
@@ -111,10 +111,10 @@ class Contents:
     ) -> None:
         """Notes that tensors of the files become others together, as soon as all of them have been read.
 
-        ``sources``: their names in the files, none of them part of another conversion. ``convert`` takes their values
-        in this order, on any device, and returns those of ``made``: each new tensor's name in the model, with the
-        source that an error about its values names, its shape and its dtype. Raises ``CheckpointError`` if the files
-        hold a tensor of such a name as well.
+        ``sources``: their names in the files; none may be part of another conversion. ``convert`` gets their values in
+        this order, on any device, and returns those of ``made``, which maps each new tensor's name in the model to the
+        source that errors about its values name, its shape and its dtype. Raises ``CheckpointError`` if the files
+        already contain a tensor with such a name.
         """
         for name, (source, _, _) in made.items():
             if name not in sources and name in self.stored:
@@ -135,10 +135,10 @@ class Contents:
         of: Sequence[str],
         convert: Callable[[dict[str, Tensor]], Sequence[Tensor]],
     ) -> None:
-        """Notes that tensors of the model, called ``of``, become others as soon as all of them have been made.
+        """Notes that the model's tensors ``of`` become others as soon as all of them have been made.
 
-        ``convert`` takes them by name and returns those of ``made``, as ``convert_together`` has it; the source that an
-        error names is one of ``of``. They must be all that is made of their sources.
+        ``convert`` gets them by name and returns those of ``made``, as in ``convert_together``; the source that an
+        error names is one of ``of``. They must be everything that is made from their sources.
         """
         parts = [self._made[name][0] if name in self._made else self.conversion_of(name) for name in of]
         parts = list(dict.fromkeys(parts))
@@ -165,7 +165,7 @@ class Contents:
             self._made[name] = conversion, index
 
     def rename(self, names: dict[str, str]) -> None:
-        """Gives the tensors of the model other names; raises ``CheckpointError`` if two would have one.
+        """Renames the tensors of the model; raises ``CheckpointError`` if two would get the same name.
 
         ``names``: the new name of every tensor in ``headers``.
         """
@@ -191,9 +191,9 @@ class Contents:
         whole: tuple[int, ...],
         place: tuple[int | slice, ...],
     ) -> None:
-        """Notes that the model's tensor ``part`` is a part of one called ``name``: where it goes, and their shapes.
+        """Notes that the model's tensor ``part`` is a part of one called ``name``; gives its place, and their shapes.
 
-        Raises ``CheckpointError`` unless there is such a part of that shape, with the dtype of the others.
+        Raises ``CheckpointError`` unless there is such a part with that shape and the dtype of the others.
         """
         tensor = self.headers.pop(part, None)
         if tensor is None:
@@ -219,7 +219,7 @@ class Contents:
         conversion.targets[index] = replace(target, **changes)
 
     def conversion_of(self, name_in_file: str) -> Conversion:
-        """What becomes of a tensor in the files."""
+        """The conversion of a tensor in the files."""
         known = self.conversions.get(name_in_file)
         return known or Conversion((name_in_file,), [Target(name_in_file, name_in_file)], lambda value: (value,))
 
@@ -245,7 +245,7 @@ class Contents:
     def must_be_zero(self, name_in_file: str, problem: str) -> None:
         """As ``look_at``, for a tensor in which anything but 0 is a ``problem``.
 
-        One that others are made of stays a source of them, and is looked at as they are made.
+        A tensor that others are made from stays a source of them, and is checked when they are made.
         """
         known = self.conversions.get(name_in_file)
         if known is None or not any(known.targets):
@@ -261,19 +261,19 @@ class Contents:
         known.make = make_if_zero
 
     def sources_of(self, name: str) -> tuple[str, ...]:
-        """The tensors of the files that the model's tensor ``name`` is made of."""
+        """The tensors in the files from which the model's tensor ``name`` is made."""
         conversion, _ = self._made.get(name, (self.conversion_of(name), 0))
         return conversion.sources
 
     def is_source_of(self, name_in_file: str, names: Container[str]) -> bool:
-        """Whether one of the model's tensors called ``names``, or a part of it, is made of ``name_in_file``."""
+        """Whether one of the model's tensors in ``names``, or a part of it, is made from ``name_in_file``."""
         targets = self.conversion_of(name_in_file).targets
         return any(target is not None and target.name in names for target in targets)
 
     def leave_out(self, name: str, problem: str = "") -> None:
         """Notes that the model has no tensor ``name``.
 
-        With a ``problem``, values other than 0 are that, in a tensor that the files hold as it is.
+        With a ``problem``, values other than 0 in a tensor that is stored unchanged count as that problem.
         """
         conversion, index = self._made.pop(name, (self.conversion_of(name), 0))
         del self.headers[name]
@@ -291,20 +291,20 @@ class Contents:
         value: Tensor,
         on_problem: Callable[[CheckpointError], object] = raised,
     ) -> None:
-        """Tells ``on_problem`` what is wrong with ``value`` of ``target``, the parameter ``leaf`` of ``layer``."""
+        """Calls ``on_problem`` if ``value`` of ``target`` is wrong for the parameter ``leaf`` of ``layer``."""
         if problem := layer.problem_with(leaf, value):
             advice = "the files are damaged: get them again, or quantize the float model"
             on_problem(CheckpointError(f"{self.stored[target.source].path}: {target.source} {problem}; {advice}"))
 
     @property
     def checked_names(self) -> list[str]:
-        """The tensors in the files that the model doesn't hold, but whose values are looked at."""
+        """The tensors in the files that the model doesn't hold, but whose values are checked."""
         return [name for name in self.stored if self.conversion_of(name).checks]
 
     def in_order(self) -> dict[str, StoredTensor]:
-        """``stored``, with the tensors of a conversion side by side, so that few of them wait for others.
+        """``stored``, with the tensors of each conversion together, so that few of them wait for others.
 
-        Files have them by dtype or name. Those of a layer in two files wait for the second one.
+        Files sort them by dtype or name. Those of a layer that is split over two files wait for the second file.
         """
         order: dict[str, StoredTensor] = {}
         for name in self.stored:
@@ -326,12 +326,12 @@ def read_converted(
     only: Container[str] | None = None,
     on_problem: Callable[[CheckpointError], object] = raised,
 ) -> Iterator[tuple[Target, Tensor]]:
-    """Every tensor of the model, or part of one, that the files hold, on ``device``; tells ``on_read`` the bytes read.
+    """Yields every tensor of the model, or part of one, made from the files on ``device``.
 
-    ``only``: the names of those that are wanted, with what else is made together with them. Reads the tensors of one
-    conversion after the other, and keeps nothing that it has handed out. Tells ``on_problem`` the ``CheckpointError``
-    about values that can't be converted, which names file and tensor, and by default is raised; raises as
-    ``read_values`` does.
+    ``on_read`` is called with the number of bytes read. ``only``: the names of the tensors wanted; others that are made
+    together with them are included. It reads the tensors of one conversion after the other, and keeps nothing that it
+    has yielded. Calls ``on_problem`` with a ``CheckpointError`` that names file and tensor for values that can't be
+    converted; by default that is raised. Raises as ``read_values`` does.
     """
     order = contents.in_order()
     if only is not None:
@@ -344,7 +344,7 @@ def check_unheld(
     on_read: Callable[[int], object] = lambda nbytes: None,
     on_problem: Callable[[CheckpointError], object] = raised,
 ) -> None:
-    """Looks at the tensors that the model doesn't hold and that can't have any value; errors as ``read_converted``."""
+    """Checks the tensors that the model doesn't hold but that can't have any value; errors as in ``read_converted``."""
     order = {name: contents.stored[name] for name in contents.checked_names}
     for _ in _converted(contents, order, torch.device("cpu"), on_read, on_problem):
         pass
@@ -357,8 +357,8 @@ def _converted(
     on_read: Callable[[int], object],
     on_problem: Callable[[CheckpointError], object],
 ) -> Iterator[tuple[Target, Tensor]]:
-    """What becomes of the tensors in ``order``, which has all sources of each conversion."""
-    waiting: dict[str, dict[str, Tensor]] = {}  # by the first of a conversion's sources
+    """The results for the tensors in ``order``, which contains all sources of each conversion."""
+    waiting: dict[str, dict[str, Tensor]] = {}  # by the first source of each conversion
     for name_in_file, value in read_values(order, device):
         on_read(value.nbytes)
         conversion = contents.conversion_of(name_in_file)

@@ -1,7 +1,7 @@
-"""Files on a disk: read if they are regular ones, replaced in one step.
+"""Files on a disk: reads only regular ones, and replaces files in one step.
 
-A file that is written gets its name when it is whole and on the disk, by one rename, so that there is the old one or
-the new one at every moment: when the disk is full, when the process is killed, when the power goes.
+A new file gets its name when it is complete and on the disk, by one rename, so that there is either the old file or the
+new one at every moment: even if the disk is full, the process is killed, or the power fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from qgemm.checkpoint.errors import CheckpointError
 
-# Windows has no O_NONBLOCK, and would read text.
+# Windows has no O_NONBLOCK, and would read in text mode.
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _UNFINISHED = re.compile(r"\.(.+)\.tmp-[0-9a-f]{8}", re.DOTALL)
 _KINDS = {
@@ -31,20 +31,20 @@ _KINDS = {
 
 
 def check_regular(path: Path) -> None:
-    """Raises ``CheckpointError`` for what is no regular file, links followed, and ``OSError`` if there is nothing.
+    """Raises ``CheckpointError`` for anything but a regular file, links followed, and ``OSError`` if nothing is there.
 
-    To open a pipe is to wait for somebody who writes, and a device has no end.
+    Opening a pipe would wait for a writer, and a device has no end.
     """
     _check_kind(path, os.stat(path))
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read it. Links are followed; ``layout.checkpoint_file`` says to where they may lead.
+    """Opens a file for reading. Links are followed; ``layout.checkpoint_file`` limits where they may lead.
 
-    Raises ``CheckpointError`` for what is no regular file, and ``OSError`` as ``open`` does.
+    Raises ``CheckpointError`` for anything but a regular file, and ``OSError`` as ``open`` does.
     """
-    check_regular(path)  # first, since some devices act when they are opened
-    # A pipe that takes the file's place just now is opened without waiting.
+    check_regular(path)  # before opening, because opening triggers some devices
+    # If a pipe takes the file's place at this moment, O_NONBLOCK opens it without waiting.
     descriptor = os.open(path, _READ)
     try:
         _check_kind(path, os.fstat(descriptor))
@@ -62,7 +62,7 @@ def _check_kind(path: Path, status: os.stat_result) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Makes a ``CheckpointError`` of any ``OSError`` inside, where the file at ``path`` is read."""
+    """Turns any ``OSError`` inside into a ``CheckpointError``, where the file at ``path`` is read."""
     try:
         yield
     except OSError as error:
@@ -71,7 +71,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Says of any ``OSError`` inside that names no file, as one of a full disk, that it was in ``folder``."""
+    """Adds ``folder`` to any ``OSError`` inside that names no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -82,10 +82,10 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a new file, which takes the place of the one at ``path``, if there is one, when the block is left.
+    """Opens a new file, which replaces the one at ``path``, if there is one, at the end of the block.
 
-    It is then whole and on the disk. An error leaves the old file as it was. What a writer that was killed left behind
-    is removed; several may write at a time, and the last one to finish has its file there.
+    It is then complete and on the disk. An error leaves the old file unchanged. Leftovers of writers that were killed
+    are removed; several writers may work at a time, and the last one to finish determines the file.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "there is a folder with this name", str(path))
@@ -96,7 +96,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with file:
             yield file
             sync_file(file)
-            # It stays locked until it has its name. Windows, which has no such locks, renames no open file.
+            # It stays locked until it has its name. Windows has no such locks, and can't rename open files.
             if os.name != "posix":
                 file.close()
             os.replace(unfinished, path)
@@ -110,19 +110,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def _create_unfinished(path: Path) -> BinaryIO:
     while True:
         file = unfinished_path(path).open("xb")
-        # Another process may take it for one that was left behind, until it is locked.
+        # Until it is locked, another process may take it for a leftover and remove it.
         if lock_file(file) and os.path.exists(file.name):
             return file
         file.close()
 
 
 def unfinished_path(path: Path) -> Path:
-    """Another name, which no file has, for the file that is to be at ``path``; ``remove_unfinished`` knows it."""
+    """An unused temporary name for the file that will be at ``path``, which ``remove_unfinished`` recognizes."""
     return path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it, where there are none yet, so that they are on the disk."""
+    """Makes a folder and its missing parents, and waits until they are on the disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -130,15 +130,15 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_file(file: BinaryIO) -> None:
-    """Waits until all that was written to an open file is on the disk."""
+    """Waits until everything written to an open file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in ``folder`` are on the disk: renames reach it in their order only if it's synced between.
+    """Waits until the names in ``folder`` are on the disk; without it, renames may reach the disk in any order.
 
-    Windows can't open a folder, and orders them by itself.
+    Windows can't open a folder, and orders them itself.
     """
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
@@ -149,9 +149,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path, name: str = "") -> None:
-    """Removes what ``replacing`` left in processes that were killed, and nothing that another one works on.
+    """Removes what ``replacing`` left behind in killed processes, but nothing that another process works on.
 
-    ``name``: of the file that was to be replaced; all of them, without.
+    ``name``: the file that was to be replaced; if empty, leftovers of all files are removed.
     """
     for path in folder.iterdir():
         found = _UNFINISHED.fullmatch(path.name)
@@ -162,16 +162,16 @@ def remove_unfinished(folder: Path, name: str = "") -> None:
 
 
 def forget_bytes(file: BinaryIO, start: int, count: int) -> None:
-    """Tells the system that nobody reads these bytes again, so that they displace no others from its memory."""
+    """Tells the system that these bytes won't be read again, so that they displace no others from its cache."""
     if hasattr(os, "posix_fadvise"):  # on Linux
-        with suppress(OSError):  # advice, which some file systems don't take
+        with suppress(OSError):  # it is only advice, and some file systems don't support it
             os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
 
 
 def lock_file(file: BinaryIO) -> bool:
-    """Takes the lock of an open file, which ends as it is closed, also by a kill; False if somebody else has it.
+    """Locks an open file until it is closed, also by a kill; returns False if somebody else holds the lock.
 
-    Where there are no locks, on Windows and some network disks, everybody gets it.
+    Where there are no locks, on Windows and some network disks, it always succeeds.
     """
     try:
         import fcntl

@@ -1,4 +1,4 @@
-"""The one error that a checkpoint that can't be trusted raises."""
+"""The errors that a checkpoint raises if it can't be trusted."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from typing import NoReturn
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is incomplete, damaged, of an unknown format, or of another model. Nothing was loaded."""
+    """A checkpoint is incomplete, damaged, in an unknown format, or of another model. Nothing was loaded."""
 
 
 class UnknownModel(CheckpointError):
-    """The config of a checkpoint describes no model that can be built from it; another one may be given.
+    """The config of a checkpoint describes no model that can be built from it; the caller may pass one.
 
-    ``why``: without that way out, which not everybody has.
+    ``why``: the reason, without that way out, which not every caller has.
     """
 
     def __init__(self, why: str) -> None:
-        """``why``: as of the class."""
+        """``why``: see the class."""
         super().__init__(f"{why}; pass the float model, or a function that builds it, as model=")
         self.why = why
 
 
 def raised(error: CheckpointError) -> NoReturn:
-    """Raises ``error``: what is done about a problem unless the caller says otherwise."""
+    """Raises ``error``: the default way to handle a problem."""
     raise error
 
 
 def unsupported(what: str) -> CheckpointError:
-    """The error for another library's checkpoint that is sound, but of a kind that qgemm doesn't compute.
+    """The error for another library's checkpoint that is intact, but of a kind that qgemm doesn't compute.
 
-    ``what``: the kind, and what qgemm computes. The error names the way out as well.
+    ``what``: the kind, and what qgemm computes. The error adds the way out.
     """
     return CheckpointError(f"{what}, so dequantize it with its own library and quantize the float model")

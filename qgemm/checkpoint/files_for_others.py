@@ -1,4 +1,4 @@
-"""What files for other libraries have in common: which tensors, the layers that experts are, and which are targets."""
+"""What the formats for other libraries share: which tensors are written, experts as layers, and targets."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from qgemm.scheme import QuantScheme, resolve_scheme
 from qgemm.warn import warn_user
 
 SAVE_IT = 'save it with format="qgemm"'
-"""The way out of every refusal."""
+"""The way out that every refusal suggests."""
 
 
 def tensors_for_others(
     model: nn.Module, layers: dict[str, QuantLayer], tensors: dict[str, Tensor], ties: dict[str, str], library: str
 ) -> dict[str, Tensor]:
-    """Those of ``tensors`` that are written, as they are here.
+    """Those of ``tensors`` that are written, unchanged.
 
-    Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
-    leaves out. Raises ``ValueError`` for projections of an ``nn.MultiheadAttention``; warns of experts that
-    transformers wouldn't read.
+    Of two tensors in ``ties``, only those that transformers ties itself are left out; so are buffers that
+    ``state_dict`` leaves out. Raises ``ValueError`` for projections of an ``nn.MultiheadAttention``; warns about
+    experts that transformers wouldn't read.
     """
     if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
         raise ValueError(
@@ -42,7 +42,7 @@ def tensors_for_others(
         )
     known_ties = getattr(model, "all_tied_weights_keys", None)
     known = dict(known_ties) if isinstance(known_ties, dict) else {}
-    # A layer of two names is written under both: transformers knows of its weight and bias, and of no scale.
+    # A layer with two names is written under both: transformers ties its weight and bias, but no scale.
     twice = {alias for alias in ties if isinstance(find_module(model, split_name(alias)[0]), QuantLayer)}
     left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name} - twice
     return {name: tensor for name, tensor in tensors.items() if name not in left_out}
@@ -54,9 +54,9 @@ _GROUPS = ("int4", "int4-64", "int4-32", "int4-16")
 def ways_out(
     scheme: QuantScheme, layers: Mapping[str, QuantLayer], fits: Callable[[QuantScheme, int, int], bool]
 ) -> str:
-    """What to do about a layer with ``scheme``, which files can't hold: another format, or schemes that all fit in.
+    """What to do about a layer with ``scheme`` that the format can't hold: another format, or schemes that all fit.
 
-    ``fits``: whether files can hold a layer ``[N, K]`` with a scheme.
+    ``fits``: whether the format can hold a layer ``[N, K]`` with a scheme.
     """
     return ", or ".join([SAVE_IT, *take_another_scheme(scheme, layers, fits)])
 
@@ -64,7 +64,7 @@ def ways_out(
 def take_another_scheme(
     scheme: QuantScheme, layers: Mapping[str, QuantLayer], fits: Callable[[QuantScheme, int, int], bool]
 ) -> list[str]:
-    """The way out by schemes that stand in for ``scheme`` and in which all ``layers`` fit; empty if there is none."""
+    """Suggests schemes that can replace ``scheme`` and that fit all ``layers``; empty if there is none."""
     shapes = [shape for layer in layers.values() for shape in shapes_of(layer)]
 
     def fit(name: str) -> bool:
@@ -81,7 +81,7 @@ def take_another_scheme(
 
 
 def leave_in_float(modules: Sequence[str], layers: Iterable[str]) -> list[str]:
-    """The way out by not quantizing ``modules``; empty if none of the quantized ``layers`` would be left."""
+    """Suggests not to quantize ``modules``; empty if none of the quantized ``layers`` would remain."""
     inside = tuple(f"{name}." for name in modules)
     if all(f"{layer}.".startswith(inside) for layer in layers):
         return []
@@ -89,7 +89,7 @@ def leave_in_float(modules: Sequence[str], layers: Iterable[str]) -> list[str]:
 
 
 def _kin(scheme: QuantScheme) -> list[tuple[str, ...]]:
-    """Names of schemes that stand in for ``scheme``; of each tuple the first that fits is the best."""
+    """Names of schemes that can replace ``scheme``; in each tuple the first one that fits is the best."""
     end = "" if scheme.weight.symmetric or scheme.weight.dtype != "int4" else "-asymmetric"
     groups = tuple(f"{name}{end}" for name in _GROUPS)
     if scheme.weight.format.bits == 4:
@@ -100,7 +100,7 @@ def _kin(scheme: QuantScheme) -> list[tuple[str, ...]]:
 
 
 def shapes_of(layer: QuantLayer) -> Iterator[tuple[int, int, bool]]:
-    """``N`` and ``K`` of each of its weights, and whether it is one of experts."""
+    """``N`` and ``K`` of each of the layer's weights, and whether it belongs to experts."""
     if isinstance(layer, LinearLayer):
         yield layer.out_features, layer.in_features, False
     elif isinstance(layer, QuantExperts):
@@ -111,9 +111,9 @@ def shapes_of(layer: QuantLayer) -> Iterator[tuple[int, int, bool]]:
 def parts_of_experts(
     experts: QuantExperts, own: dict[str, Tensor], leaves: tuple[str, str, str]
 ) -> Iterator[tuple[str, tuple[int, int], dict[str, Tensor]]]:
-    """The linear layers that ``experts`` are, as files have them: name, ``[N, K]``, and parameters.
+    """The linear layers of ``experts``, as files have them: name, ``[N, K]``, and parameters.
 
-    ``own``: the parameters of ``experts``. ``leaves``: what files call gates, ups and the projection down.
+    ``own``: the parameters of ``experts``. ``leaves``: the files' names for gates, ups and the down projection.
     """
     gate, up, down = leaves
     wide, narrow = experts.intermediate_size, experts.hidden_size
@@ -136,7 +136,7 @@ def parts_of_experts(
 
 
 def is_target(module: nn.Module) -> bool:
-    """Whether the library or vLLM would take a float module for a target ``Linear``: vLLM does routers and Conv1D."""
+    """Whether the library or vLLM would count a float module as a ``Linear`` target; vLLM counts routers and Conv1D."""
     if isinstance(module, LinearLayer):
         return False
     is_router = re.search(r"Router|Gating|Gate(?![a-z])", type(module).__name__) is not None

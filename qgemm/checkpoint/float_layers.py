@@ -1,7 +1,7 @@
-"""Layers with weights in small floats, which several libraries store alike: fp8, mxfp8, mxfp4, nvfp4.
+"""Layers with weights in small floats, which several libraries store in the same way: fp8, mxfp8, mxfp4, nvfp4.
 
-Each function notes in ``Contents`` what becomes of one layer's tensors, after it has checked their headers. Scales of
-fp8 multiply, whatever they are called (``weight_scale_inv``), in any float dtype or as powers of two (e8m0).
+Each function checks the headers of one layer's tensors, and notes their conversion in ``Contents``. Scales of fp8 are
+factors, whatever their name (``weight_scale_inv``), in any float dtype or as powers of two (e8m0).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCALE_DTYPES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
 def note_fp8(contents: Contents, layer: str, scheme: QuantScheme, scale_leaf: str = "weight_scale") -> None:
     """A layer with e4m3 ``weight`` ``[N, K]`` and a scale for the tensor, for each channel, or for each block.
 
-    Raises ``CheckpointError`` unless its tensors are such, and the scale one that ``scheme`` has.
+    Raises ``CheckpointError`` unless its tensors are like that, and ``scheme`` has such a scale.
     """
     weight = matrix(contents, layer, "weight", FP8.storage)
     N, K = weight.shape
@@ -51,7 +51,7 @@ def note_fp8(contents: Contents, layer: str, scheme: QuantScheme, scale_leaf: st
 
 
 def note_input_scale(contents: Contents, layer: str, leaf: str = "input_scale") -> None:
-    """A layer's one scale for all of its input."""
+    """A layer's single scale for its whole input."""
     name = f"{layer}.{leaf}"
     check_scale(contents, name, FLOAT_DTYPES, {(), (1,)})
     contents.convert(f"{layer}.input_scale", name, (), lambda value: value.float().reshape(()))
@@ -78,7 +78,7 @@ def _check_exponents(contents: Contents, layer: str, N: int, K: int) -> None:
 def note_nvfp4(contents: Contents, layer: str, packed_leaf: str, global_leaf: str, divides: bool) -> None:
     """A layer with e2m1 ``[N, K / 2]`` bytes, ``weight_scale`` e4m3 ``[N, K / 16]`` and one float32 number.
 
-    ``divides``: whether scales are divided by that number (compressed-tensors) or multiplied (ModelOpt).
+    ``divides``: whether that number divides the scales (compressed-tensors) or multiplies them (ModelOpt).
     """
     N, K = _note_fp4(contents, layer, packed_leaf)
     check_scale(contents, f"{layer}.weight_scale", (FP8.storage,), {(N, cdiv(K, 16))})
@@ -88,7 +88,7 @@ def note_nvfp4(contents: Contents, layer: str, packed_leaf: str, global_leaf: st
     def as_pair(value: Tensor) -> Tensor:
         number = value.reshape(())
         one = torch.ones_like(number)
-        # To divide by a power of two, as qgemm's own is, is to multiply by another.
+        # Dividing by a power of two, such as qgemm's own number, equals multiplying by its reciprocal.
         if divides and float(torch.frexp(number).mantissa) == 0.5:
             return torch.stack((one / number, one))
         return torch.stack((one, number) if divides else (number, one))
@@ -98,7 +98,7 @@ def note_nvfp4(contents: Contents, layer: str, packed_leaf: str, global_leaf: st
 
 
 def _note_fp4(contents: Contents, layer: str, leaf: str) -> tuple[int, int]:
-    """Notes the weight of a layer whose codes are bytes, two in each, low bits first; its ``[N, K]``."""
+    """Notes a layer's weight whose codes are packed two per byte, low bits first; returns its ``[N, K]``."""
     N, half = matrix(contents, layer, leaf, torch.uint8).shape
     shape = (N, packed_width(2 * half))
 
@@ -111,7 +111,7 @@ def _note_fp4(contents: Contents, layer: str, leaf: str) -> tuple[int, int]:
 
 
 def matrix(contents: Contents, layer: str, leaf: str, dtype: torch.dtype) -> StoredTensor:
-    """The tensor ``leaf`` of a layer, ``[N, K]`` of ``dtype``; raises ``CheckpointError`` if it is none."""
+    """The tensor ``leaf`` of a layer, ``[N, K]`` of ``dtype``; raises ``CheckpointError`` for anything else."""
     tensor = contents.stored.get(f"{layer}.{leaf}")
     if tensor is None or tensor.dtype != dtype or len(tensor.shape) != 2:
         path = next(each.path for name, each in contents.stored.items() if name.startswith(f"{layer}."))
@@ -122,7 +122,7 @@ def matrix(contents: Contents, layer: str, leaf: str, dtype: torch.dtype) -> Sto
 def check_scale(
     contents: Contents, name: str, dtypes: tuple[torch.dtype, ...], shapes: set[tuple[int, ...]]
 ) -> StoredTensor:
-    """The tensor ``name``, a scale; raises ``CheckpointError`` if it is missing, or of another dtype or shape."""
+    """The scale ``name``; raises ``CheckpointError`` if it is missing, or has another dtype or shape."""
     scale = contents.stored.get(name)
     if scale is None:
         layer = name.rpartition(".")[0]
@@ -136,5 +136,5 @@ def check_scale(
 
 
 def for_each(value: Tensor, n: int) -> Tensor:
-    """One number, or one for each row, as one for each of ``n`` rows, in memory of their own."""
+    """Expands one number, or one per row, to one for each of ``n`` rows, in memory of its own."""
     return value.reshape(-1).expand(n).clone()

@@ -1,4 +1,4 @@
-"""Which format a checkpoint has, and its contents in qgemm's terms."""
+"""Finds a checkpoint's format, and reads its contents in qgemm's terms."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ _READERS = {
     gpt_oss.QUANT_METHOD: gpt_oss.read,
     bitnet.QUANT_METHOD: bitnet.read,
 }
-# Older files have what ``quantization_config`` says now beside a ``config.json`` without one.
+# Files in which older libraries stored what is ``quantization_config`` today; ``config.json`` then has no such key.
 _OWN_CONFIGS = {
     gptq.CONFIG_FILE: gptq.QUANT_METHOD,
     awq.CONFIG_FILE: awq.QUANT_METHOD,
     modelopt.CONFIG_FILE: modelopt.QUANT_METHOD,
 }
-# What a config has that names no method, and that of one alone.
+# Keys of configs that name no method; each belongs to only one method.
 _MARKS = {
     "checkpoint_format": gptq.QUANT_METHOD,
     "packing_format": auto_round.QUANT_METHOD,
@@ -76,7 +76,7 @@ _MARKS = {
     "activation_scheme": fp8.QUANT_METHOD,
     "activation_scale_ub": fp8.FBGEMM,
 }
-# Of compressed-tensors and AutoRound; and of GPTQModel, whose rotated models multiply activations, too.
+# From compressed-tensors and AutoRound, and from GPTQModel, whose rotated models multiply activations, too.
 _TRANSFORMS = ("transform_config", "rotation_config", "spinquant_config", "hadamard_config", "rotation", "adapter")
 _NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.json is the one of this checkpoint"
 SUPPORTED = (
@@ -86,7 +86,7 @@ SUPPORTED = (
 
 
 def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Contents:
-    """What the checkpoint in ``folder`` holds, whose format ``config`` or the tensors tell; reads headers, no values.
+    """Reads the contents of the checkpoint in ``folder``, by the format that ``config`` or the tensors show; no values.
 
     Raises ``CheckpointError`` for an unknown format, naming those supported, and for damaged files.
     """
@@ -101,7 +101,7 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
             quantization, read_headers(folder, _with_old_name(config, folder)), config_path
         )
     if not contents.manifest.layers:
-        check_no_pickles(folder)  # beside which a file of another name needn't be the model's
+        check_no_pickles(folder)  # beside pickles, a file with another name isn't necessarily the model's
         raise CheckpointError(
             f"{folder} says that it is {method}, but no file holds a quantized layer of that format: if its weights "
             "are in float, take what says so out of its config, and call qgemm.quantize_model"
@@ -110,10 +110,10 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
 
 
 def method_of(quantization: dict[str, Any], found: Recognized | None) -> tuple[Any, Recognized | None]:
-    """The ``quant_method`` of a ``quantization_config``; and ``found``, what tensors are, if it can't be of that."""
+    """The ``quant_method`` of a ``quantization_config``; and ``found``, the tensors' format, if it contradicts that."""
     method = quantization.get("quant_method")
     if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
-        method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
+        method = bitsandbytes.QUANT_METHOD  # its first versions saved no quant_method
     if method in modelopt.OTHER_NAMES:
         method = modelopt.QUANT_METHOD
     if method is None and found is not None:
@@ -125,7 +125,7 @@ def method_of(quantization: dict[str, Any], found: Recognized | None) -> tuple[A
 
 
 def _refuse_transforms(quantization: dict[str, Any], config_path: Path) -> None:
-    """Raises ``CheckpointError`` for what changes inputs or outputs of layers, in any library's config."""
+    """Raises ``CheckpointError`` if any library's config asks for transforms of layers' inputs or outputs."""
     meta = quantization.get("meta")
     for place in (quantization, meta if isinstance(meta, dict) else {}):
         if (key := next((key for key in _TRANSFORMS if place.get(key)), None)) is not None:
@@ -134,14 +134,14 @@ def _refuse_transforms(quantization: dict[str, Any], config_path: Path) -> None:
 
 
 def _marked(quantization: dict[str, Any]) -> str | None:
-    """The method that alone has such keys, whatever the config calls it."""
+    """The method to which alone these keys belong, whatever name the config states."""
     return next((method for key, method in _MARKS.items() if key in quantization), None)
 
 
 def _read_as_said(
     quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path
 ) -> tuple[str, Contents]:
-    """The format of files with this ``quantization_config``, and their contents; the files count where they differ."""
+    """The format of files with this ``quantization_config``, and their contents; if they disagree, the files count."""
     _refuse_transforms(quantization, config_path)
     found = recognize(stored)
     method, other = method_of(quantization, found)
@@ -178,7 +178,7 @@ def _read_own(folder: Path, config: dict[str, Any], config_path: Path) -> Conten
 
 
 def is_foreign(folder: Path, config: dict[str, Any]) -> bool:
-    """Whether the checkpoint in ``folder`` is of another library, as its ``config`` or its tensors say."""
+    """Whether the checkpoint in ``folder`` is another library's, according to ``config`` or its tensors."""
     quantization = settings(folder, config)
     if quantization is None:
         found = _recognized(folder, config)
@@ -187,7 +187,7 @@ def is_foreign(folder: Path, config: dict[str, Any]) -> bool:
 
 
 def _recognized(folder: Path, config: dict[str, Any]) -> tuple[Recognized, dict[str, StoredTensor]] | None:
-    """What the tensors in ``folder`` say of their format; None if they are in float, or can't be read."""
+    """The format that the tensors in ``folder`` show; None if they are in float, or can't be read."""
     try:
         stored = read_headers(folder, _with_old_name(config, folder))
     except CheckpointError:
@@ -202,9 +202,9 @@ def _read_recognized(
     config_path: Path,
     said: str = "has no quantization_config",
 ) -> Contents:
-    """The contents of files whose config is silent, or of another format. ``said``: what it says, as errors have it.
+    """The contents of files whose config says nothing, or names another format. ``said``: what it says, for errors.
 
-    Raises ``CheckpointError`` for what they don't tell either, and for a format that isn't read.
+    Raises ``CheckpointError`` for what the tensors don't tell either, and for a format that isn't supported.
     """
     if found.unsaid:
         raise CheckpointError(
@@ -219,7 +219,7 @@ def _read_recognized(
 
 
 def _with_old_name(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``config`` with the name of the only file of tensors, where an older library gave it one of its own."""
+    """``config`` with the name of the only file of tensors, if an older library gave it a name of its own."""
     if WEIGHTS_KEY in config or any(os.path.lexists(folder / name) for name in (WEIGHTS_FILE, INDEX_FILE)):
         return config
     names = [path.name for path in folder.glob("*.safetensors")]
@@ -227,7 +227,7 @@ def _with_old_name(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def settings(folder: Path, config: dict[str, Any]) -> Any:
-    """What ``config`` or, of an older library, a file of its own in ``folder`` says of quantization; None: nothing."""
+    """What ``config``, or an older library's own file in ``folder``, says about quantization; None if nothing does."""
     for _, stated in stated_settings(config):
         return stated
     for name, method in _OWN_CONFIGS.items():
@@ -237,11 +237,11 @@ def settings(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme: QuantScheme | None = None) -> None:
-    """Puts a foreign checkpoint under the names of ``model``, checks its layers, and notes which tensors are tied.
+    """Matches another library's checkpoint to ``model``: renames tensors, checks layers, notes which tensors are tied.
 
-    ``scheme``: what its layers become. A layer that can't run quantized is restored to float, if it is the ``weight``
-    of its module, such as a router. Raises ``CheckpointError`` for any other that is neither linear in ``model`` nor,
-    with others, its experts.
+    ``scheme``: the scheme to convert layers to. A layer that can't run quantized is restored to float if it is the
+    ``weight`` of its module, such as a router. Raises ``CheckpointError`` for any other layer that is neither linear in
+    ``model`` nor part of its experts.
     """
     rename_as_model(contents, model)
     _leave_out(contents, model)
@@ -269,7 +269,7 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme
 
 
 def _why_not(contents: Contents, model: nn.Module, layer: str, module: nn.Module, fused: Container[str] = ()) -> str:
-    """Why ``module`` of ``model``, called ``layer``, can't run as one of the quantized layers; empty if it can.
+    """Why ``module`` of ``model``, called ``layer``, can't run as a quantized layer; empty if it can.
 
     ``fused``: the names of experts that were put together.
     """
@@ -287,7 +287,7 @@ def _why_not(contents: Contents, model: nn.Module, layer: str, module: nn.Module
 
 
 def _check_shapes(contents: Contents, model: nn.Module, config_path: Path) -> None:
-    """Raises ``CheckpointError`` for a packed layer of another shape than the model's: its parameters don't show it."""
+    """Raises ``CheckpointError`` for a packed layer of another shape than the model's; parameters don't show it."""
     for layer, shape in contents.shapes.items():
         module = find_module(model, layer)
         if module is not None and (isinstance(module, nn.Linear) or is_conv1d(module)):
@@ -299,16 +299,16 @@ def _check_shapes(contents: Contents, model: nn.Module, config_path: Path) -> No
 
 
 def _leave_out(contents: Contents, model: nn.Module) -> None:
-    """Leaves out what files hold and models don't: old libraries' positions and biases of zeros, unused layers.
+    """Leaves out tensors that models don't have: old libraries' positions and biases of zeros, unused layers.
 
-    transformers names the layers that it skips, such as those for the prediction of several tokens.
+    transformers lists the layers that it skips, such as those for multi-token prediction.
     """
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
     known = named_tensors(model)
     for name in [name for name in contents.headers if name not in known]:
         layer, leaf = split_name(name)
         if leaf == "bias" and layer in contents.manifest.layers and find_module(model, layer) is not None:
-            # Of its own, or part of what a zero point adds to the product, which a layer without a bias has too.
+            # A bias of its own, or what a zero point adds to the product, which layers without a bias have too.
             source = next((each for each in contents.sources_of(name) if split_name(each)[1] == "bias"), None)
             if source is not None and linear_class(contents.manifest.layers[layer]).folds_bias:
                 contents.must_be_zero(source, _NO_BIAS)
@@ -323,6 +323,6 @@ def _leave_out(contents: Contents, model: nn.Module) -> None:
 def _ties(model: nn.Module, headers: dict[str, StoredTensor]) -> dict[str, str]:
     tied = getattr(model, "all_tied_weights_keys", None)
     pairs = tied.items() if isinstance(tied, dict) else ()
-    # Either of the two may be the stored one; with both in the files, each keeps its own.
+    # Either of the two may be the stored one; if the files contain both, each keeps its own.
     found = {alias: name for alias, name in pairs if alias not in headers and name in headers}
     return found | {name: alias for alias, name in pairs if alias in headers and name not in headers}

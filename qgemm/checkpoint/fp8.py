@@ -6,11 +6,12 @@
 | fp8, per tensor | ``weight_scale_inv`` or ``weight_scale``; static: ``activation_scale`` or ``input_scale`` |
 | fbgemm_fp8 | ``weight_scale`` ``[N, 1]`` |
 
-Fused experts have the same for each of theirs: in blocks ``gate_up_proj`` ``[E, N, K]`` and ``gate_up_proj_scale_inv``;
-of FBGEMM, which has Llama 4's, ``[E, K, N]`` and ``gate_up_proj_scale`` ``[E, 1, N]``; ``down_proj`` alike.
+Fused experts have the same tensors for each weight: in blocks, ``gate_up_proj`` ``[E, N, K]`` and
+``gate_up_proj_scale_inv``; in FBGEMM, which Llama 4 uses, ``[E, K, N]`` and ``gate_up_proj_scale`` ``[E, 1, N]``;
+``down_proj`` likewise.
 
-``W = weight * scale``, whatever the scale is called. The size of blocks is the config's: it doesn't follow from that of
-the weight and the number of its scales. Which layers are quantized, the files say.
+``W = weight * scale``, whatever the scale is called. The size of blocks comes from the config, because the sizes of the
+weight and of its scales don't determine it. The files tell which layers are quantized.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _BLOCK = resolve_scheme("fp8-block").weight.block
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint with ``quant_method`` fp8 and tensors such as these.
+    """Reads the contents of a checkpoint with ``quant_method`` fp8 and these stored tensors.
 
-    Raises ``CheckpointError``, naming the layer, for what qgemm can't compute.
+    Raises ``CheckpointError``, naming the layer, for anything that qgemm can't compute.
     """
     if quantization.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise unsupported(f"{config_path}: fmt is {quantization['fmt']!r}; qgemm reads fp8 in e4m3")
@@ -68,7 +69,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
 
 def _find_layers(contents: Contents) -> list[tuple[str, str]]:
-    """Each layer in fp8, with what its scale is called."""
+    """Each layer in fp8, with the name of its scale."""
     found = []
     for name in contents.stored:
         layer, leaf = split_name(name)
@@ -79,7 +80,7 @@ def _find_layers(contents: Contents) -> list[tuple[str, str]]:
 
 
 def _find_experts(contents: Contents) -> list[tuple[str, str]]:
-    """The modules that hold fused experts, with each of their weights that has a scale."""
+    """The modules with fused experts, with each of their weights that has a scale."""
     found = []
     for name, tensor in contents.stored.items():
         experts, leaf = split_name(name)
@@ -90,7 +91,7 @@ def _find_experts(contents: Contents) -> list[tuple[str, str]]:
 
 
 def _note_experts_in_blocks(contents: Contents, experts: str, leaf: str) -> None:
-    """``[E, N, K]`` with a scale for each block of a matrix: as qgemm holds them."""
+    """``[E, N, K]`` with a scale for each block of a matrix, as in qgemm."""
     E, N, K = contents.stored[f"{experts}.{leaf}"].shape
     assert _BLOCK is not None
     name, grid = f"{experts}.{leaf}_scale_inv", (E, cdiv(N, _BLOCK[0]), cdiv(K, _BLOCK[1]))
@@ -101,7 +102,7 @@ def _note_experts_in_blocks(contents: Contents, experts: str, leaf: str) -> None
 
 
 def _note_experts_by_row(contents: Contents, experts: str, leaf: str) -> None:
-    """Llama 4's ``[E, K, N]`` with a scale for each output: ``[E, 1, N]`` or ``[E, N, 1]``."""
+    """Llama 4's ``[E, K, N]`` with a scale for each output, ``[E, 1, N]`` or ``[E, N, 1]``."""
     name = f"{experts}.{leaf}"
     E, K, N = contents.stored[name].shape
     check_scale(contents, f"{name}_scale", FLOAT_DTYPES, {(E, 1, N), (E, N, 1)})
@@ -129,7 +130,7 @@ def _note_layer(contents: Contents, layer: str, leaf: str, in_blocks: bool, is_s
 
 
 def read_fbgemm(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint of FBGEMM's fp8; raises as ``read`` does."""
+    """Reads the contents of a checkpoint in FBGEMM's fp8; raises as ``read`` does."""
     contents = Contents.of_files(stored)
     for layer, leaf in _find_layers(contents):
         _note_layer(contents, layer, leaf, False, False, config_path)

@@ -1,9 +1,9 @@
 """The mxfp4 experts of GPT-OSS: ``quant_method`` ``mxfp4``.
 
-``<experts>.gate_up_proj_blocks`` uint8 ``[E, 2 * I, H / 32, 16]``, two e2m1 codes in a byte, low bits first;
-``<experts>.gate_up_proj_scales`` uint8 ``[E, 2 * I, H / 32]``, ``e`` for ``2^(e - 127)``; the same of ``down_proj``,
-``[E, H, I / 32, 16]``; and their biases. Rows of ``gate_up_proj`` are gate 0, up 0, gate 1, ...; qgemm's are all gates
-before all ups, the same values in its own packing.
+``<experts>.gate_up_proj_blocks``: uint8 ``[E, 2 * I, H / 32, 16]``, two e2m1 codes per byte, low bits first.
+``<experts>.gate_up_proj_scales``: uint8 ``[E, 2 * I, H / 32]``, where ``e`` stands for ``2^(e - 127)``. ``down_proj``
+has the same, with ``[E, H, I / 32, 16]``; and both have biases. Rows of ``gate_up_proj`` are gate 0, up 0, gate 1, ...;
+qgemm holds all gates before all ups, with the same values in its own packing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GROUP = 32
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """Every pair of ``..._blocks`` and ``..._scales``; raises ``CheckpointError`` unless they fit each other."""
+    """Reads every pair of ``..._blocks`` and ``..._scales``; raises ``CheckpointError`` unless they fit together."""
     contents = Contents.of_files(stored)
     contents.interleaves_experts = True
     for name, blocks in stored.items():

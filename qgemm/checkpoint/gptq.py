@@ -1,7 +1,7 @@
 """Checkpoints of GPTQ (AutoGPTQ, GPTQModel, Optimum): 4- or 8-bit weights, symmetric or not, with ``desc_act`` or not.
 
-``packed_layers.py`` has the layout. ``checkpoint_format`` says ``"gptq"`` (version 1) or ``"gptq_v2"``; there are files
-that say the first and hold the second, so a symmetric layer's zero points are believed instead. Bits and group sizes of
+``packed_layers.py`` describes the layout. ``checkpoint_format`` is ``"gptq"`` (version 1) or ``"gptq_v2"``. Some files
+say the first and contain the second, so a symmetric layer's zero points are trusted instead. Bits and group sizes of
 single layers (``dynamic``) follow from their shapes.
 """
 
@@ -19,16 +19,16 @@ from qgemm.checkpoint.tensors import split_name
 
 QUANT_METHOD = "gptq"
 CONFIG_FILE = "quantize_config.json"
-"""Where older versions say what ``quantization_config`` says now."""
+"""The older names of keys in ``quantization_config``."""
 
 VERSIONS = ("gptq", "gptq_v2")
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
+    """Reads the contents of a checkpoint from its ``quantization_config`` and stored tensors.
 
-    Raises ``CheckpointError``, naming the layer, for other bits than 4 and 8, for layouts of single kernels, and for a
-    layer without the ``g_idx`` that ``desc_act`` promises.
+    Raises ``CheckpointError``, naming the layer, for bits other than 4 and 8, for layouts made for a single kernel, and
+    for a layer that lacks the ``g_idx`` that ``desc_act`` promises.
     """
     version = quantization.get("checkpoint_format") or quantization.get("format") or VERSIONS[0]
     if version not in VERSIONS or quantization.get("is_marlin_format") is True:
@@ -52,7 +52,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
 
 def _check_has_order(stored: dict[str, StoredTensor]) -> None:
-    """Raises ``CheckpointError`` for a layer with groups of columns that doesn't say which they are."""
+    """Raises ``CheckpointError`` for a layer with groups of columns that doesn't say which columns they are."""
     for name, scales in stored.items():
         layer, leaf = split_name(name)
         if leaf == "scales" and scales.shape[:1] > (1,) and f"{layer}.g_idx" not in stored:
@@ -63,15 +63,15 @@ def _check_has_order(stored: dict[str, StoredTensor]) -> None:
 
 
 def read_without_config(stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of tensors such as these, of which no config says anything; raises as ``read`` does.
+    """Reads the contents of stored tensors that no config describes; raises as ``read`` does.
 
-    Raises ``CheckpointError``, too, unless there are symmetric layers, whose zero points tell the version.
+    Also raises ``CheckpointError`` if there are no symmetric layers, whose zero points tell the version.
     """
     return read_packed(Said("GPTQ", 4, -1, True, ("gptq",), is_version_1=None), stored, config_path)
 
 
 def number(quantization: dict[str, Any], names: tuple[str, ...], config_path: Path, default: int | None = None) -> int:
-    """The whole number that the config has under the first of ``names`` that it has."""
+    """The whole number under the first of ``names`` that the config has."""
     name = next((name for name in names if quantization.get(name) is not None), names[0])
     value = quantization.get(name, default)
     if value is None and name in quantization:

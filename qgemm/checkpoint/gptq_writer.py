@@ -1,8 +1,9 @@
-"""What qgemm writes as GPTQ, version 2: int4 and int8 weights with activations in float, for GPTQModel and vLLM.
+"""Writes GPTQ files, version 2: int4 and int8 weights with activations in float, for GPTQModel and vLLM.
 
-``packed_layers.py`` has the layout. Zero points are stored as they are, in symmetric layers the middle of the range.
-Scales keep their dtype: readers cast them to the model's. Every layer has a ``g_idx``; that of an ordered one is out of
-order. Layers that differ from most, and those in float, are named in ``dynamic``, by patterns that match one name each.
+``packed_layers.py`` describes the layout. Zero points are stored unchanged; in symmetric layers they are the middle of
+the range. Scales keep their dtype: readers cast them to the model's. Every layer has a ``g_idx``, which isn't ascending
+in an ordered layer. Layers that differ from most, and those in float, are named in ``dynamic``, by patterns that each
+match one name.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from qgemm.scheme import QuantScheme
 
 
 def can_store(scheme: QuantScheme) -> bool:
-    """Whether GPTQ's files can hold layers of ``scheme``."""
+    """Whether GPTQ's format can hold layers of ``scheme``."""
     return scheme.is_weight_only and scheme.weight.dtype in ("int4", "int8")
 
 
 def tensors_to_write(
     model: nn.Module, layers: dict[str, QuantLayer], tensors: dict[str, Tensor], ties: dict[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors of ``model`` as GPTQ's files hold them.
+    """The tensors of ``model`` in the form of GPTQ's files.
 
-    Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
-    leaves out. Fused experts become a layer each. Raises ``ValueError``, naming the layer, for schemes that aren't
-    ``int4`` or ``int8-weight``, for projections of an ``nn.MultiheadAttention``, and for sizes that don't fill words or
-    groups.
+    Of two tensors in ``ties``, only those that transformers ties itself are left out; so are buffers that
+    ``state_dict`` leaves out. Fused experts become a layer each. Raises ``ValueError``, naming the layer, for schemes
+    other than ``int4`` and ``int8-weight``, for projections of an ``nn.MultiheadAttention``, and for sizes that don't
+    fill words or groups.
     """
     written = tensors_for_others(model, layers, tensors, ties, "GPTQ")
     for name, layer in layers.items():
@@ -61,21 +62,21 @@ def tensors_to_write(
                 written.update({f"{name}.{part}.{leaf}": tensor for leaf, tensor in made.items()})
         elif isinstance(layer, LinearLayer):
             own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
-            if own:  # else a second name of a layer
+            if own:  # empty for a second name of a layer
                 made = _tensors_of(name, layer.scheme, (layer.out_features, layer.in_features), own)
                 written.update({f"{name}.{leaf}": tensor for leaf, tensor in made.items()})
     return written
 
 
 def _misfits(scheme: QuantScheme, N: int, K: int) -> list[tuple[int, str, int]]:
-    """Of a layer ``[N, K]`` the sizes that don't fill words or groups: size, of what, and which multiple it must be."""
+    """Sizes of a layer ``[N, K]`` that don't fill words or groups: the size, its name, and the multiple it must be."""
     per_word = WORD_BITS // scheme.weight.format.bits
     units = (K, "input", per_word), (N, "output", per_word), (K, "input", scheme.weight.group_size or 1)
     return [(count, what, unit) for count, what, unit in units if count % unit]
 
 
 def fits(scheme: QuantScheme, N: int, K: int) -> bool:
-    """Whether GPTQ's files can hold a layer ``[N, K]`` of ``scheme``."""
+    """Whether GPTQ's format can hold a layer ``[N, K]`` of ``scheme``."""
     return can_store(scheme) and not _misfits(scheme, N, K)
 
 
@@ -116,7 +117,7 @@ def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dic
 
 
 def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict[str, Any]:
-    """The ``quantization_config`` of ``model``, whose quantized layers are ``layers``."""
+    """The ``quantization_config`` of ``model`` with the quantized ``layers``."""
     about = {name: _about(layer.scheme) for name, layer in layers.items()}
     common = dict(Counter(tuple(values.items()) for values in about.values()).most_common(1)[0][0])
     dynamic: dict[str, dict[str, Any]] = {}

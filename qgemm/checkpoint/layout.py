@@ -1,10 +1,10 @@
-"""Which files a checkpoint has, and how they are found again.
+"""The files of a checkpoint, and how they are found.
 
 The names are those of transformers' ``save_pretrained``: ``config.json``, then ``model.safetensors``, or shards
-``model-00001-of-00003.safetensors`` with ``model.safetensors.index.json`` saying which tensor lies where. A save into a
-folder that has such files already puts its id into the names of its own (``model-<id>-00001-of-00003.safetensors``),
-with an index that ``transformers_weights`` in its ``config.json`` names. Config and index are written by anyone, so a
-name in them is only followed to a file that lies directly in the folder.
+``model-00001-of-00003.safetensors`` with ``model.safetensors.index.json``, which tells where each tensor is. A save
+into a folder that already has such files adds its id to its own file names (``model-<id>-00001-of-00003.safetensors``),
+with an index that ``transformers_weights`` in its ``config.json`` names. Config and index may come from untrusted
+sources, so a name in them is only followed to a file directly in the folder.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ INDEX_FILE = "model.safetensors.index.json"
 REPORT_FILE = "qgemm_report.json"
 
 WEIGHTS_KEY = "transformers_weights"
-"""Where a config names the file with the weights, or their index, if that has another name; transformers' own key."""
+"""The config key for the file with the weights, or their index, if it has another name; it is transformers' own key."""
 
 SETTINGS_KEYS = ("quantization_config", "compression_config")
-"""Where a config says how the weights are quantized; the latter is of compressed-tensors' first versions."""
+"""The config keys that tell how weights are quantized; the latter is from compressed-tensors' first versions."""
 
 SAVE_KEY = "save"
-"""Where a ``quantization_config`` of any format has the id of the save that wrote it."""
+"""The key in a ``quantization_config`` of any format for the id of the save that wrote it."""
 
-# The longest JSON file that is read. The largest models' index is a few MB; parsed, JSON takes several times its size.
+# The longest JSON file that is read. The largest models' index has a few MB; parsed JSON takes several times its size.
 LARGEST_JSON = 100_000_000
 
 _ID = "-[0-9a-f]{16}"
 _WEIGHTS = rf"model({_ID})?(-\d{{5}}-of-\d{{5}})?\.safetensors"
 _TEXTS = rf"config\.json|model({_ID})?\.safetensors\.index\.json|(qgemm_report|generation_config)({_ID})?\.json"
 _FILES = re.compile(f"{_WEIGHTS}|{_TEXTS}")
-# What every save would call its own, but for config.json.
+# Names that every save would use, except config.json.
 _SHARED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|qgemm_report\.json")
 MOST_RETRIES = 10
-"""How often a checkpoint that is being replaced is read again."""
+"""How often to read again while a checkpoint is being replaced."""
 
 ADAPTER_FILE = "adapter_config.json"
-"""PEFT's: the adapter that it describes lies beside it, and transformers adds that to a model as it loads."""
+"""PEFT's config: the adapter that it describes is beside it, and transformers adds that to a model while loading."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OF_OTHER_LIBRARIES = (".gguf", ".ggml", ".onnx", ".h5", ".msgpack", ".tflite")
-# What shows a folder around models, and what to take instead.
+# Files that indicate a folder around models, and what to pass instead.
 _AROUND = {
     ADAPTER_FILE: "an adapter of PEFT: merge it into its model, with merge_and_unload(), and save that",
     "model_index.json": "a pipeline of diffusers: take the folder of a part that is a transformers model",
@@ -68,24 +68,24 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B", re.IGNORECASE)
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether a file of this name belongs to a checkpoint."""
+    """Whether a file with this name belongs to a checkpoint."""
     return _FILES.fullmatch(name) is not None
 
 
 def checkpoint_files(folder: Path) -> list[str]:
-    """The names of the files in ``folder`` that belong to a checkpoint, whole or not."""
+    """The names of the files in ``folder`` that belong to a checkpoint, complete or not."""
     return sorted(path.name for path in folder.iterdir() if is_checkpoint_file(path.name))
 
 
 def name_with_id(name: str, save_id: str) -> str:
-    """``name`` as the save ``save_id`` calls its own file: ``model-<id>.safetensors`` for ``model.safetensors``."""
+    """``name`` with the id of a save: ``model-<id>.safetensors`` for ``model.safetensors``."""
     return re.sub("^(model|qgemm_report|generation_config)", lambda match: f"{match[1]}-{save_id}", name)
 
 
 def are_names_free(folder: Path, files: Collection[str]) -> bool:
-    """Whether a save into ``folder``, which has ``files`` of a checkpoint, can use the plain names before it is done.
+    """Whether a save into ``folder``, which has checkpoint ``files``, can use plain names before it is finished.
 
-    Not if a config would find its files there, which may be any that transformers reads.
+    It can't if an existing config would find the new files, including any file that transformers reads.
     """
     if any(_SHARED.fullmatch(name) for name in files):
         return False
@@ -100,7 +100,7 @@ def are_names_free(folder: Path, files: Collection[str]) -> bool:
 def weights_file(folder: Path, config: dict[str, Any]) -> Path:
     """The file with the tensors of the checkpoint in ``folder``, or the index of several; ``config``: its config.
 
-    Raises ``CheckpointError`` if it isn't there, or can't be told.
+    Raises ``CheckpointError`` if it is missing, or can't be determined.
     """
     name = config.get(WEIGHTS_KEY)
     if name is None:
@@ -121,9 +121,9 @@ def weights_file(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def stated_settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What ``config`` says of quantization, and the key that it has there.
+    """What ``config`` says about quantization, with the key that says it.
 
-    Of a model with images it may be said in the config of the text model.
+    For a model with images, this may be in the config of the text model.
     """
     of_text = config.get("text_config")
     for holder in (config, of_text if isinstance(of_text, dict) else {}):
@@ -131,14 +131,14 @@ def stated_settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def adapter_note(folder: Path) -> list[str]:
-    """What to tell whoever loads the model in ``folder`` alone of an adapter beside it; empty without one."""
+    """A note about an adapter beside the model in ``folder``, if only the model is loaded; empty without one."""
     if not os.path.lexists(folder / ADAPTER_FILE):
         return []
     return [f"it has an adapter, {ADAPTER_FILE}: add it with load_adapter of the model"]
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raises ``CheckpointError`` if ``folder`` has an adapter beside its model, with which transformers loads it."""
+    """Raises ``CheckpointError`` if ``folder`` has an adapter beside the model, which transformers would load."""
     if os.path.lexists(folder / ADAPTER_FILE):
         raise CheckpointError(
             f"{folder} has an adapter, {ADAPTER_FILE}, which transformers adds to the model as it loads: merge the "
@@ -147,7 +147,7 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def _check_is_of_one_model(folder: Path) -> None:
-    """Raises ``CheckpointError`` if ``folder`` has something else instead of a file with weights."""
+    """Raises ``CheckpointError`` if ``folder`` contains something else instead of a file with weights."""
     if os.path.lexists(folder / WEIGHTS_FILE) or not folder.is_dir():
         return
     if (what := next((what for name, what in _AROUND.items() if (folder / name).exists()), None)) is not None:
@@ -160,7 +160,7 @@ def _check_is_of_one_model(folder: Path) -> None:
             "as transformers saves it"
         )
     if any(_SHARED.fullmatch(name) for name in names):
-        return  # of several files, whose index is gone
+        return  # one of several shards whose index is missing
     if found := next((name for name in names if name.endswith(".safetensors")), None):
         raise CheckpointError(
             f"{folder} holds {found}, and neither {WEIGHTS_FILE} nor {INDEX_FILE}: if a transformers model's tensors "
@@ -170,7 +170,7 @@ def _check_is_of_one_model(folder: Path) -> None:
 
 
 def check_no_pickles(folder: Path) -> None:
-    """Raises ``CheckpointError`` if ``folder`` has pickles instead of the file that is looked for."""
+    """Raises ``CheckpointError`` if ``folder`` contains pickles instead of the file that is looked for."""
     if os.path.lexists(folder / WEIGHTS_FILE) or not folder.is_dir():
         return
     if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
@@ -184,7 +184,7 @@ def check_no_pickles(folder: Path) -> None:
 
 
 def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
-    """A number of bytes from an int or from text like ``"5GB"`` (10^9) or ``"5GiB"`` (2^30), given as ``argument``."""
+    """Bytes from an int, or from text such as ``"5GB"`` (10^9) or ``"5GiB"`` (2^30), the argument ``argument``."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
         number, prefix, binary = match.groups()
         size = int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
@@ -194,9 +194,9 @@ def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
 
 
 def split_into_shards(sizes: dict[str, int], max_shard_size: int) -> dict[str, list[str]]:
-    """Tensor names by file, in order, each file of at most ``max_shard_size`` bytes where its tensors allow.
+    """Tensor names by file, in order; each file has at most ``max_shard_size`` bytes if its tensors allow.
 
-    A tensor that is larger gets a file of its own.
+    A larger tensor gets a file of its own.
     """
     shards: list[list[str]] = []
     room = 0
@@ -212,9 +212,9 @@ def split_into_shards(sizes: dict[str, int], max_shard_size: int) -> dict[str, l
 
 
 def hub_hint(path: Path) -> str:
-    """For an error about ``path``, which isn't there: how a model of that name on the Hugging Face hub is fetched.
+    """For an error about the missing ``path``: how to download a model of that name from the Hugging Face hub.
 
-    Empty for a path that is no such name, ``OWNER/MODEL``.
+    Empty if the path doesn't look like ``OWNER/MODEL``.
     """
     if path.is_absolute() or len(path.parts) != 2 or path.parent.exists():
         return ""
@@ -224,20 +224,20 @@ def hub_hint(path: Path) -> str:
 def checkpoint_file(folder: Path, name: str) -> Path:
     """The file ``name`` of the checkpoint in ``folder``.
 
-    Raises ``CheckpointError`` if it isn't there, or isn't a regular file, or if the name or a link leads out of the
-    folder. Links into the ``blobs`` folder of a Hugging Face cache, which is how the hub's client stores a download,
-    are followed.
+    Raises ``CheckpointError`` if it is missing or isn't a regular file, or if the name or a link leads out of the
+    folder. Links into the ``blobs`` folder of a Hugging Face cache are followed, because the hub's client stores
+    downloads that way.
     """
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder; give the one that save_quantized wrote{hub_hint(folder)}")
-    # Both separators on every system, and Windows drives: what is refused shouldn't depend on where it is read.
+    # Both separators and Windows drives are refused on every system, so that the result doesn't depend on the system.
     if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name; files must lie directly in the folder")
     path, real_folder = folder / name, folder.resolve()
-    # Not Path.is_file, which before Python 3.14 raises OSError for a name that the file system finds too long.
+    # Path.is_file would raise OSError before Python 3.14 for a name that is too long for the file system.
     if not os.path.isfile(path):
         if os.path.exists(path):
-            with suppress(OSError):  # of one that is gone again
+            with suppress(OSError):  # in case it was removed meanwhile
                 check_regular(path)
         raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete; copy or download it again")
     real_path = path.resolve()
@@ -249,9 +249,9 @@ def checkpoint_file(folder: Path, name: str) -> Path:
 
 
 def retry_while_saved(folder: Path, read: Callable[[], T]) -> T:
-    """What ``read`` returns, which reads the checkpoint in ``folder``, and raises ``CheckpointError`` if it can't.
+    """Returns what ``read`` reads from the checkpoint in ``folder``; it raises ``CheckpointError`` if it can't.
 
-    It is called again, some times, as long as ``config.json`` is another one afterwards: a save took place meanwhile.
+    ``read`` is called again, a few times, if ``config.json`` has changed meanwhile, because a save took place.
     """
     for _ in range(MOST_RETRIES):
         before = _config_or_none(folder)
@@ -271,13 +271,13 @@ def _config_or_none(folder: Path) -> bytes | None:
 
 
 def _hub_blobs(folder: Path) -> list[Path]:
-    """Where the hub's cache has what the links in ``folder``, a snapshot or a folder in one, lead to."""
+    """The hub cache's folder that links in ``folder``, a snapshot or a folder in one, lead to."""
     snapshots = (ancestor.parent for ancestor in (folder, folder.parent))
     return [snapshot.parent / "blobs" for snapshot in snapshots if snapshot.name == "snapshots"]
 
 
 def save_id(config: dict[str, Any], path: Path) -> str | None:
-    """The id of the save that wrote ``config``, which was read from ``path``; None if it has none."""
+    """The id of the save that wrote ``config``, which was read from ``path``; None if it has no id."""
     quantization = config.get("quantization_config")
     found = quantization.get(SAVE_KEY) if isinstance(quantization, dict) else None
     if found is not None and not (isinstance(found, str) and re.fullmatch("[0-9a-f]{16}", found)):
@@ -286,12 +286,12 @@ def save_id(config: dict[str, Any], path: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ``CheckpointError`` for anything else, a name that appears twice, and NaN."""
+    """Reads a JSON object from a file; raises ``CheckpointError`` for anything else, a repeated name, and NaN."""
     return parse_json(read_text(path), path)
 
 
 def read_text(path: Path) -> bytes:
-    """What a file of JSON holds; raises ``CheckpointError`` if it can't be read, or is too long."""
+    """Reads a JSON file; raises ``CheckpointError`` if it can't be read, or is too long."""
     with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > LARGEST_JSON:
@@ -300,7 +300,7 @@ def read_text(path: Path) -> bytes:
 
 
 def parse_json(text: bytes | str, path: Path) -> dict[str, Any]:
-    """The JSON object in ``text``, which was read from ``path``; raises as ``read_json`` does."""
+    """Parses the JSON object ``text``, which was read from ``path``; raises as ``read_json`` does."""
     try:
         text = text if isinstance(text, str) else text.decode()
         if text.startswith("\ufeff"):
@@ -316,15 +316,15 @@ def parse_json(text: bytes | str, path: Path) -> dict[str, Any]:
 
 
 def _constant(name: str) -> float:
-    # Not JSON, but older configs have infinities. NaN means nothing there, and passes every check of a range.
+    # Not valid JSON, but older configs contain infinities. NaN has no meaning there, and would pass every range check.
     if name == "NaN":
         raise ValueError("it holds NaN")
     return float(name)
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of JSON or YAML, as it is parsed; raises ``ValueError`` if a name appears twice."""
-    # Which of two is meant can't be known, and readers differ.
+    """A mapping from parsed JSON or YAML; raises ``ValueError`` if a name appears twice."""
+    # Nobody knows which of the two is meant, and readers differ.
     values = dict(pairs)
     if len(values) < len(pairs):
         seen: set[str] = set()

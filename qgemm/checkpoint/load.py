@@ -1,6 +1,6 @@
-"""``load_quantized``: reads what ``save_quantized`` or another library wrote, without ever making the float weights.
+"""``load_quantized``: reads what ``save_quantized`` or another library wrote, without making float weights.
 
-In this order, so that nothing is half loaded: read the config; read the headers of all files; build the model with its
+The order ensures that nothing is half loaded: read the config; read the headers of all files; build the model with its
 parameters on meta; compare every name, shape and dtype; read every tensor; and only then put them into the model.
 """
 
@@ -60,23 +60,26 @@ def load_quantized(
     scheme: str | QuantScheme | None = None,
     fuse: bool = False,
 ) -> nn.Module:
-    """The quantized model in ``folder``, on ``device``, in eval mode.
+    """Loads the quantized model in ``folder``, on ``device``, in eval mode.
 
-    The folder may have the format of ``save_quantized``, or that of another library; ``docs/checkpoints.md`` lists
+    The folder may be in the format of ``save_quantized``, or in that of another library; ``docs/checkpoints.md`` lists
     them. Weights are those in the files, bit for bit. Layers compute in the precision that the checkpoint is made for:
-    int8, fp8, or float with weights of 4 or 8 bits. A warning says what it asks for that they don't compute.
+    int8, fp8, or float with weights of 4 or 8 bits. A warning names what the checkpoint asks for but qgemm doesn't
+    compute.
 
-    - ``device``: where the model is put: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``, for example.
-    - ``model``: None builds a transformers model from its config. For any other model, pass the float model, a module
-      (possibly on meta) that is changed in place, or a function that builds it; then its parameters never take memory.
+    - ``device``: the model's device, for example ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+    - ``model``: None builds a transformers model from its config. For any other model, pass the float model, which is a
+      module (possibly on meta) that is changed in place, or a function that builds it; with a function, its parameters
+      never take memory.
     - ``scheme``: a scheme to convert linear layers and experts to while loading, a few rows at a time, such as
-      ``"int8"``; one that needs data only if all layers have it. None keeps the scheme of the checkpoint.
+      ``"int8"``; a scheme that needs data is only accepted if all layers have it already. None keeps the checkpoint's
+      scheme.
     - ``fuse``: whether to fuse the layers, as ``qgemm.fuse`` does.
 
     Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or of another model;
-    ``ValueError`` for an unknown scheme, one that can't be made of the layers, or a device that isn't there;
-    ``TypeError`` for a ``model`` that is neither. Then nothing is loaded, and a module passed as ``model`` is
-    unchanged.
+    ``ValueError`` for an unknown scheme, for one that the layers can't be converted to, or for a device that doesn't
+    exist; ``TypeError`` if ``model`` is neither a module nor a function. Then nothing is loaded, and a module passed as
+    ``model`` is unchanged.
     """
     device, folder = find_device(device), as_path("folder", folder)
     wanted = None if scheme is None else resolve_scheme(scheme)
@@ -117,7 +120,7 @@ def _read(
 
 @dataclass(frozen=True)
 class Matching:
-    """A float model and the checkpoint that fits it: ``layers`` go into it, and ``extras`` become its attributes."""
+    """A float model and the checkpoint that fits it: ``layers`` go into the model, ``extras`` become its attributes."""
 
     model: nn.Module
     layers: dict[str, QuantLayer]
@@ -126,7 +129,7 @@ class Matching:
 
     @property
     def owners(self) -> dict[str, tuple[QuantLayer, str]]:
-        """The layer that holds each tensor whose values can be wrong, and what it calls it."""
+        """For each tensor whose values can be invalid: its layer, and the layer's name for it."""
         tied = self.contents.manifest.tied
         names = {f"{name}.{leaf}": (layer, leaf) for name, layer in self.layers.items() for leaf in layer.fixed_names}
         return {tied.get(name, name): owner for name, owner in names.items()}
@@ -135,12 +138,12 @@ class Matching:
 def find_matching(
     folder: Path, model: nn.Module | Callable[[], nn.Module] | None = None, scheme: QuantScheme | None = None
 ) -> Matching:
-    """Everything about the checkpoint but its tensors' values: what ``load_quantized`` checks before it reads those.
+    """Matches checkpoint and model without reading values: does all checks that ``load_quantized`` makes before that.
 
-    ``scheme``: what its layers become.
+    ``scheme``: the scheme to convert layers to.
     """
     if not os.path.lexists(folder / CONFIG_FILE):
-        weights_file(folder, {})  # which says what the folder is instead of a checkpoint
+        weights_file(folder, {})  # raises an error that tells what the folder is instead of a checkpoint
     config_path = checkpoint_file(folder, CONFIG_FILE)
     text = read_text(config_path)
     config = parse_json(text, config_path)
@@ -192,9 +195,9 @@ def _extra_attributes(folder: Path, model: nn.Module, contents: Contents, config
 
 
 def _generation_config(folder: Path, config: dict[str, Any]) -> Any:
-    """How the model in ``folder``, whose config is ``config``, generates; None if nothing says so."""
+    """The generation config of the model in ``folder`` with this ``config``; None if there is none."""
     if (save := save_id(config, folder / CONFIG_FILE)) is not None:
-        # A save leaves it under this name until its config is in place. One that is killed just then leaves it there.
+        # A save keeps the file under this name until its config is in place. If it is killed then, the name remains.
         pending = name_with_id(GENERATION_CONFIG_FILE, save)
         if os.path.lexists(folder / pending):
             try:

@@ -1,4 +1,4 @@
-"""One process at a time: the lock that whoever saves into a folder holds."""
+"""Only one process at a time saves into a folder: the lock that it holds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LOCK_FILE = ".qgemm.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside, no other process, or thread, is inside for the same ``folder``; raises ``CheckpointError`` if one is.
+    """Inside, no other process or thread holds the lock of ``folder``; raises ``CheckpointError`` if one does.
 
-    The lock ends with the process, however that ends. Windows has none of the kind, nor have some network disks: there
-    nothing keeps two apart.
+    The lock ends with the process, however that ends. Windows has no such locks, nor have some network disks: there,
+    nothing keeps two savers apart.
     """
     path = folder / LOCK_FILE
     while True:
@@ -26,7 +26,7 @@ def locked(folder: Path) -> Iterator[None]:
         if not lock_file(file):
             file.close()
             raise CheckpointError(f"another process is saving into {folder}: wait for it, then save again")
-        # Whoever held it before may have removed the file just now; then this is the lock of nothing.
+        # The previous holder may just have removed the file; then this lock protects nothing.
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 break
@@ -35,5 +35,5 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # Windows removes no open file
+            with suppress(OSError):  # Windows can't remove an open file
                 path.unlink()

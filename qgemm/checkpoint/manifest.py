@@ -1,4 +1,4 @@
-"""``quantization_config`` in ``config.json``: which layers are quantized how, and which tensors are one.
+"""``quantization_config`` in ``config.json``: how each layer is quantized, and which tensors are tied.
 
 ```json
 {"quant_method": "qgemm", "format_version": 2, "save": "8c3f0a91d2e47b56",
@@ -6,10 +6,10 @@
  "tied": {"lm_head.weight": "model.embed_tokens.weight"}, "report": "qgemm_report.json"}
 ```
 
-Packed rows don't say how long they are; where there are any, ``"in_features": {"4096": [names], ...}`` does.
+Packed rows don't show their length; for layers that have them, ``"in_features": {"4096": [names], ...}`` tells it.
 
-``save`` is the save's id, which every one of its files holds. A change that an older qgemm would misread raises
-``format_version``. In version 1 ``layers`` had the scheme of each layer by name, ``report`` was the report itself, and
+``save`` is the save's id, which each of its files contains. A change that an older qgemm would misread raises
+``format_version``. In version 1, ``layers`` had the scheme of each layer by name, ``report`` was the report itself, and
 saves had no id.
 """
 
@@ -34,11 +34,11 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """``layers``: the scheme of each quantized layer. ``tied``: names that stand for another's tensor, and that name.
+    """``layers``: the scheme of each quantized layer. ``tied``: aliases of tensors, and the name that is stored.
 
-    ``save``: the id of the save, None in version 1 and for a model that wasn't saved. ``report``: what
-    ``qgemm.report`` shows, as version 1 has it, or the name of the file that has it; None if there is neither.
-    ``in_features``: of the layers whose rows are packed.
+    ``save``: the id of the save; None in version 1 and for a model that wasn't saved. ``report``: the content of
+    ``qgemm.report`` in version 1, or the name of the file that contains it; None if there is neither. ``in_features``:
+    for layers whose rows are packed.
     """
 
     layers: dict[str, QuantScheme]
@@ -56,7 +56,7 @@ class Manifest:
         return cls(schemes, tied, save, in_features=widths)
 
     def check_sizes(self, layers: Mapping[str, QuantLayer], path: Path) -> None:
-        """Raises ``CheckpointError`` unless ``layers`` have the ``in_features`` that the config at ``path`` says."""
+        """Raises ``CheckpointError`` unless ``layers`` have the ``in_features`` in the config at ``path``."""
         for name, K in self.in_features.items():
             if (own := getattr(layers.get(name), "in_features", K)) != K:
                 raise CheckpointError(f"{path}: {name} has rows of {K} values; the model's have {own}")
@@ -84,7 +84,7 @@ class Manifest:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> Manifest:
-        """The manifest in ``config``, which was read from ``path``; raises ``CheckpointError`` if it isn't one."""
+        """Parses the manifest in ``config``, read from ``path``; raises ``CheckpointError`` if it isn't one."""
         values = config.get("quantization_config")
         if not isinstance(values, dict):
             raise CheckpointError(
@@ -123,7 +123,7 @@ def _names(values: dict[str, Any], field: str, path: Path) -> dict[str, str]:
 
 
 def _expanded(values: dict[str, Any], field: str, what: str, path: Path) -> dict[str, str]:
-    """The key of each layer in a table of lists of their names."""
+    """The key of each layer, from a table that lists layers' names by key."""
     table = values.get(field)
     if not isinstance(table, dict) or not all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in table.values()

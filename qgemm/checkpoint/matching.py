@@ -1,4 +1,4 @@
-"""Compares a checkpoint with the model it is to go into: every layer, name, shape and dtype. Changes neither."""
+"""Compares a checkpoint with the model that it will be loaded into: every layer, name, shape and dtype."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def match(
     config_path: Path,
     has_buffers: bool = True,
 ) -> dict[str, QuantLayer]:
-    """The layers to put into ``model``, by name, on meta; a module with several names gets one layer.
+    """The layers to put into ``model``, by name, on meta; a module with several names gets one layer. Changes nothing.
 
-    ``has_buffers``: whether ``model`` must have the values of what isn't in the files. Raises ``CheckpointError``
-    unless the model with these layers has exactly the tensors in ``stored``, ties included.
+    ``has_buffers``: whether ``model`` must have the values of tensors that aren't in the files. Raises
+    ``CheckpointError`` unless the model with these layers has exactly the tensors in ``stored``, ties included.
     """
     layers = quantized_layers(model, manifest.layers, config_path)
     manifest.check_sizes(layers, config_path)
     replaced = {f"{name}.{leaf}" for name in layers for leaf in model.get_submodule(name)._parameters}
     expected = {name: tensor for name, tensor in named_tensors(model).items() if name not in replaced}
-    # The float part of a model may be of any float dtype, and keeps the one it was saved in.
+    # The float part of a model may have any float dtype, and keeps the one in which it was saved.
     dtypes: dict[str, tuple[torch.dtype, ...]] = {
         name: FLOAT_DTYPES if tensor.dtype in FLOAT_DTYPES else (tensor.dtype,) for name, tensor in expected.items()
     }
@@ -77,14 +77,14 @@ def match(
 
 
 def _has_grown(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    # A transient buffer is a cache, such as a table of positions: it may be longer than in a model just built. A vector
-    # (frequencies, say) is as long as the sizes of the model have it.
+    # A transient buffer is a cache, such as a table of positions, which may be longer than in a newly built model. The
+    # length of a vector (frequencies, for example) follows from the model's sizes.
     longer = [b > a for a, b in zip(old, new, strict=False) if a != b]
     return len(old) == len(new) > 1 and longer == [True]
 
 
 def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_path: Path) -> dict[str, QuantLayer]:
-    """The layers that ``schemes`` names, on meta, shaped like the float layers of ``model`` in whose place they go."""
+    """The layers that ``schemes`` names, on meta, shaped like the float layers of ``model`` that they replace."""
     made: dict[nn.Module, QuantLayer] = {}
     layers = {}
     for name, scheme in schemes.items():

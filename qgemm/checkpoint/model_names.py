@@ -1,8 +1,8 @@
-"""Another library's checkpoint under the names of the model: tensors renamed, and experts put together.
+"""Matches another library's checkpoint to the names of the model: renames tensors, and puts experts together.
 
-Files keep the names that a model was first published with, and a linear layer for each expert. transformers has a list
-of renamings for each model, which is applied here; what it would put together of several tensors, other than experts,
-stays as it is, and then finds no place in the model.
+Files keep the names with which a model was first published, and have one linear layer per expert. transformers has a
+list of renamings for each model, which is applied here. Tensors other than experts that transformers would put together
+stay as they are, and then find no place in the model.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from qgemm.nn.kinds import meta_linear
 from qgemm.scheme import QuantScheme, TensorScheme
 
 _CPU = torch.device("cpu")
-# What the linear layers of an expert are called: gate, up, down.
+# The names of an expert's linear layers: gate, up, down.
 _LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _DOWN = [leaves[2] for leaves in _LEAVES]
 
 
 def expert_leaves(model: nn.Module) -> tuple[str, str, str]:
-    """What files of the family of ``model`` call the gate, up and down layers of an expert."""
+    """The names of an expert's gate, up and down layers in files of the family of ``model``."""
     return _leaves_that_transformers_fuses(model) or _LEAVES[0]
 
 
 def loses_single_experts(model: nn.Module) -> bool:
-    """Whether transformers would make up the experts of ``model`` beside files with a layer for each expert."""
+    """Whether transformers would initialize the experts of ``model`` although files have a layer for each expert."""
     return is_pretrained(model) and _leaves_that_transformers_fuses(model) is None
 
 
@@ -53,7 +53,7 @@ def _leaves_that_transformers_fuses(model: nn.Module) -> tuple[str, str, str] | 
 
 
 def rename_as_model(contents: Contents, model: nn.Module) -> None:
-    """Gives the tensors and layers of ``contents`` the names that ``model``, if it is of transformers, has for them."""
+    """Renames tensors and layers of ``contents`` as ``model`` calls them, if it is a transformers model."""
     if not is_pretrained(model):
         return
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -73,7 +73,7 @@ def rename_as_model(contents: Contents, model: nn.Module) -> None:
     for name in sorted(contents.headers, key=dot_natural_key):
         layer, leaf = split_name(name)
         if layer in contents.manifest.layers:
-            # By its weight: the renamings know of no scales.
+            # By the name of its weight, because the renamings don't cover scales.
             new_layer, new_leaf = split_name(rename(f"{layer}.weight"))
             if new_leaf != "weight":
                 new_layer = layer
@@ -90,10 +90,10 @@ def rename_as_model(contents: Contents, model: nn.Module) -> None:
 
 
 def fuse_experts(contents: Contents, model: nn.Module, config_path: Path) -> set[str]:
-    """Puts layers of single experts together, as the modules of ``model`` hold them; returns those modules' names.
+    """Puts layers of single experts together, as the modules of ``model`` hold them; returns these modules' names.
 
     Symmetric layers among asymmetric ones get zero points of 0. Raises ``CheckpointError`` if the experts of a module
-    aren't all quantized, and in one scheme, or if their shapes differ.
+    aren't all quantized in one scheme, or if their shapes differ.
     """
     holders = {name[: first.start()] for name in contents.manifest.layers for first in re.finditer(r"\.0(?=\.)", name)}
     found = {}
@@ -102,7 +102,7 @@ def fuse_experts(contents: Contents, model: nn.Module, config_path: Path) -> set
             try:
                 found[path] = describe_experts(module)
             except UnknownExperts:
-                continue  # a list of modules, one for each expert, or what the caller refuses
+                continue  # a list of modules, one for each expert, or a case that the caller refuses
     _check_alike(contents, found)
     for path, source in found.items():
         _fuse(contents, path, source, config_path)
@@ -110,7 +110,7 @@ def fuse_experts(contents: Contents, model: nn.Module, config_path: Path) -> set
 
 
 def merge_float_experts(contents: Contents, model: nn.Module) -> None:
-    """Puts experts together that files hold one by one and in float, where their module has them in that order."""
+    """Puts float experts together that files hold one by one, if their module holds them in this order."""
     found = [(name, match) for name in contents.headers for match in re.finditer(r"\.0\.(\w+)\.weight$", name)]
     holders = {name[: match.start()] for name, match in found if match[1] in _DOWN}
     for path in sorted(holders):
@@ -137,7 +137,7 @@ def merge_float_experts(contents: Contents, model: nn.Module) -> None:
 
 
 def _leaves_in(contents: Contents, path: str) -> tuple[str, str, str]:
-    """What the layers of the experts ``path`` are called."""
+    """The names of the layers of the experts ``path``."""
     layers = contents.manifest.layers
     return next((leaves for leaves in _LEAVES if f"{path}.0.{leaves[2]}" in layers), _LEAVES[0])
 
@@ -191,11 +191,10 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
 def _in_one_scheme(
     contents: Contents, path: str, names: list[str], config_path: Path
 ) -> tuple[QuantScheme, TensorScheme | None]:
-    """The scheme of experts ``path`` that the layers ``names`` make, and the activations that one of these asks for.
+    """The scheme of the experts ``path`` that the layers ``names`` form, and the activations that one of them asks for.
 
-    Adds zero points to symmetric layers, if others have some: such as those of an expert whose zero points all happen
-    to be in the middle. Raises ``CheckpointError``, naming two layers, for other differences, and for static
-    activations.
+    Adds zero points to symmetric layers if others have some; an expert's zero points may happen to be all in the
+    middle. Raises ``CheckpointError``, naming two layers, for other differences, and for static activations.
     """
     layers = contents.manifest.layers
     if any(layers[name].is_static for name in names):
@@ -241,7 +240,7 @@ def _add_zero_points(contents: Contents, layer: str) -> None:
 
 
 def _check_alike(contents: Contents, experts: Mapping[str, FloatExperts]) -> None:
-    """Raises ``CheckpointError`` unless the global scales of each gate and up of ``experts``, by path, are the same."""
+    """Raises ``CheckpointError`` unless gate and up of each of the ``experts``, by path, have the same global scale."""
     pairs = []
     for path, source in experts.items():
         for expert in range(source.num_experts if source.activation.gated else 0):
@@ -258,7 +257,7 @@ def _check_alike(contents: Contents, experts: Mapping[str, FloatExperts]) -> Non
 
 
 def _why_apart(scheme: QuantScheme, layer: LinearLayer, parts: int) -> str:
-    """Why layers like ``layer``, of which ``parts`` make a weight of an expert, can't be put together."""
+    """Why layers like ``layer`` can't be put together, where ``parts`` of them form a weight of an expert."""
     if not scheme.weight.is_stored_as(scheme.for_experts().weight):
         return "which qgemm doesn't compute"
     if parts > 1 and layer.out_features % layer.rows_in_step:

@@ -8,7 +8,7 @@
 | mxfp4 | ``weight`` uint8 ``[N, K / 2]``, ``weight_scale`` uint8 ``[N, K / 32]``; ``input_scale`` of fp8 |
 | mxfp8 | ``weight`` e4m3, ``weight_scale`` uint8 ``[N, K / 32]`` |
 
-The files say which layer is what; the config names the algorithm. Layers with a ``pre_quant_scale`` (AWQ) are refused.
+The files tell what each layer is; the config names the algorithm. Layers with a ``pre_quant_scale`` (AWQ) are refused.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from qgemm.scheme import resolve_scheme
 
 QUANT_METHOD = "modelopt"
 OTHER_NAMES = ("modelopt_fp8", "modelopt_fp4", "modelopt_nvfp4", "modelopt_mixed")
-"""Servers' names of parts of it, which some files have."""
+"""Names that servers use for parts of it, and that some files have."""
 
 CONFIG_FILE = "hf_quant_config.json"
 _PER_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN"
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint of ModelOpt with tensors such as these.
+    """Reads the contents of a ModelOpt checkpoint from its config and stored tensors.
 
-    Raises ``CheckpointError``, naming the layer, for what qgemm can't compute.
+    Raises ``CheckpointError``, naming the layer, for anything that qgemm can't compute.
     """
     inner = quantization.get("quantization")
     asked = inner if isinstance(inner, dict) else quantization
@@ -59,7 +59,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
 
 def _algorithm_of(layer: str, asked: dict[str, Any]) -> object:
-    """That of the layer, or of a module that holds it, in a model with several of them; else that of the model."""
+    """The algorithm of the layer, or of a module that contains it, if the model has several; else the model's."""
     named = asked.get("quantized_layers")
     if isinstance(named, dict):
         parts = layer.split(".")

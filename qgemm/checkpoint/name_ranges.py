@@ -1,7 +1,7 @@
-"""Names of layers, many in one: ``model.layers.[0-79].mlp.up_proj`` for those of 80 blocks.
+"""Names of layers, many in one line: ``model.layers.[0-79].mlp.up_proj`` for those of 80 blocks.
 
-A part of a name, between dots, that is a number becomes a list of ranges in brackets, where all else is the same. A
-part that begins with a bracket itself gets another one before it.
+If names differ only in a part, between dots, that is a number, that part becomes a list of ranges in brackets. A part
+that itself begins with a bracket gets another one in front.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 
 MAX_NAMES = 500_000
-"""How many names are read: a line of text could stand for any number."""
+"""The maximum number of names that are read, because a line of text could stand for any number."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _SPAN = "[0-9]{1,9}(?:-[0-9]{1,9})?"
@@ -20,9 +20,9 @@ _RANGES = re.compile(rf"\[({_SPAN}(?:,{_SPAN})*)\]")
 
 
 def collapse(names: Iterable[str]) -> list[str]:
-    """As few lines as there are kinds of ``names``, each of which is there once, in the order of their first ones."""
+    """As few lines as possible for ``names``, each contained once, in the order of each line's first name."""
     rows = [[f"[{part}" if part.startswith("[") else part for part in name.split(".")] for name in names]
-    # From the right: what all experts of a block have becomes one, which then may be what all blocks have.
+    # From the right: names that all experts of a block share are merged first, and then perhaps those of all blocks.
     for place in reversed(range(max(map(len, rows), default=0))):
         groups: dict[tuple[str, ...], list[list[str]]] = {}
         for row in rows:
@@ -49,7 +49,7 @@ def _merged(rows: list[list[str]], place: int) -> list[str]:
 
 
 def expand(lines: Iterable[str]) -> list[str]:
-    """The names that ``collapse`` made ``lines`` of; raises ``ValueError`` for other brackets, too many names."""
+    """The names from which ``collapse`` made ``lines``; raises ``ValueError`` for other brackets and too many names."""
     names: list[str] = []
     for line in lines:
         parts = [_numbers(part, line) for part in line.split(".")]

@@ -1,15 +1,15 @@
 """Layers of 4- or 8-bit whole numbers in int32 words, as GPTQ, AWQ and AutoRound store them: ``W = (q - z) * s``.
 
-Of a layer ``[N, K]`` with groups of columns, the files hold ``<layer>.scales`` ``[groups, N]`` in float16 or bfloat16;
-``<layer>.qzeros`` int32, ``[groups, words of N]``; and ``<layer>.qweight`` int32, in one of two layouts:
+In a layer ``[N, K]`` with groups of columns, ``<layer>.scales`` is ``[groups, N]`` in float16 or bfloat16,
+``<layer>.qzeros`` is int32 ``[groups, words of N]``, and ``<layer>.qweight`` is int32, in one of two layouts:
 
-- ``"gptq"``: ``[words of K, N]``, along K. Version 1 stores zero points less 1, version 2 as they are. There may be a
-  ``<layer>.g_idx`` int32 ``[K]``, the group of each column, in any order (``desc_act``).
-- ``"awq"``: ``[K, words of N]``, along N, and the eight columns of a word are in the order 0 2 4 6 1 3 5 7, also those
-  of ``qzeros``.
+- ``"gptq"``: ``[words of K, N]``, packed along K. Version 1 stores zero points minus 1, version 2 stores them
+  unchanged. There may be a ``<layer>.g_idx``, int32 ``[K]``: the group of each column, in any order (``desc_act``).
+- ``"awq"``: ``[K, words of N]``, packed along N, with the eight columns of a word in the order 0 2 4 6 1 3 5 7, in
+  ``qzeros`` too.
 
-What the files hold is believed before what the config says: bits and groups follow from shapes, layers are ordered if
-their ``g_idx`` is, and zero points in the middle of the range, as all of a symmetric layer are, tell the version.
+The files are trusted more than the config: bits and groups follow from shapes, a layer is ordered if its ``g_idx`` is,
+and zero points in the middle of the range, which all of a symmetric layer have, tell the version.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Said:
-    """What a config says of its layers; ``layouts``: those that they may have. ``group_size``: -1 for a whole row.
+    """What a config says about its layers; ``layouts``: the possible ones. ``group_size``: -1 for a whole row.
 
-    ``is_version_1``: None if nothing says it but, perhaps, the zero points of symmetric layers. ``orders``: whether
-    columns were put into an order of their own.
+    ``is_version_1``: None if only the zero points of symmetric layers may tell. ``orders``: whether columns were put
+    into an order of their own.
     """
 
     method: str
@@ -57,7 +57,7 @@ class Said:
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A layer in the files. ``group_size``: None for one scale a row. ``adds_one``: to stored zero points."""
+    """A layer in the files. ``group_size``: None for one scale per row. ``adds_one``: to stored zero points."""
 
     name: str
     layout: str
@@ -76,12 +76,12 @@ class PackedLayer:
 
     @property
     def groups(self) -> int:
-        """How many scales a row has."""
+        """The number of scales in a row."""
         return 1 if self.group_size is None else cdiv(self.K, self.group_size)
 
     @property
     def scheme(self) -> QuantScheme:
-        """What computes it. Raises ``ValueError`` for groups that no scheme has."""
+        """The scheme that computes it. Raises ``ValueError`` for groups that no scheme has."""
         return integers_scheme(self.bits, self.group_size, self.symmetric, self.ordered)
 
     def name_of(self, leaf: str) -> str:
@@ -90,7 +90,7 @@ class PackedLayer:
 
 
 def integers_scheme(bits: int, group_size: int | None, symmetric: bool, ordered: bool = False) -> QuantScheme:
-    """The scheme of weights in whole numbers of 4 or 8 bits, with activations in float; ``group_size`` None: of a row.
+    """The scheme for weights in whole numbers of 4 or 8 bits, with activations in float; ``group_size`` None is a row.
 
     Raises ``ValueError`` for groups that no scheme has.
     """
@@ -105,9 +105,9 @@ def integers_scheme(bits: int, group_size: int | None, symmetric: bool, ordered:
 
 
 def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object) -> Contents:
-    """The contents of files with packed layers; reads zero points and ``g_idx`` to tell what the layers are.
+    """Reads the contents of files with packed layers; reads zero points and ``g_idx`` to determine what layers are.
 
-    Raises ``CheckpointError``, naming file and tensor, for a layer that isn't as above, or of other bits.
+    Raises ``CheckpointError``, naming file and tensor, for a layer in another layout or with other bits.
     """
     layers = [_from_headers(split_name(name)[0], said, stored) for name in stored if split_name(name)[1] == "qweight"]
     contents = Contents.of_files(stored)
@@ -126,7 +126,7 @@ def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object
 
 
 def layout_in(stored: Mapping[str, StoredTensor]) -> str:
-    """``"awq"`` if a layer's words are along N, as no weight in the other layout has them; else ``"gptq"``."""
+    """``"awq"`` if a layer's words are packed along N, as the other layout's weights never are; else ``"gptq"``."""
     for name, weight in stored.items():
         layer, leaf = split_name(name)
         scales = stored.get(f"{layer}.scales")
@@ -145,7 +145,7 @@ def _from_headers(name: str, said: Said, stored: dict[str, StoredTensor]) -> Pac
     groups, N = scales.shape
     if zeros is None or zeros.dtype != torch.int32 or len(zeros.shape) != 2 or zeros.shape[0] != groups:
         raise unfit(weight.path, f"{name}.qzeros", zeros, f"int32, [{groups}, words]")
-    # Of other bits the configs of most libraries have exceptions, by name.
+    # Most libraries' configs may list layers with other bits by name.
     candidates = (said.bits, *READ_BITS, 2, 3, 5, 6, 7)
     bits = next((bits for bits in candidates if zeros.shape[1] == cdiv(N * bits, WORD_BITS)), None)
     if bits is None:
@@ -170,7 +170,7 @@ def _from_headers(name: str, said: Said, stored: dict[str, StoredTensor]) -> Pac
 
 
 def _group_size(said: int, K: int, groups: int) -> int | None:
-    """What the config says, if the scales are as many; else that of equal groups. None: a row; 0: neither."""
+    """The config's group size if the number of scales fits; else that of equal groups. None: a row; 0: neither."""
     if said > 0 and cdiv(K, said) == groups:
         return said
     if groups == 1:
@@ -181,7 +181,7 @@ def _group_size(said: int, K: int, groups: int) -> int | None:
 def _with_facts(
     layers: list[PackedLayer], said: Said, stored: dict[str, StoredTensor], config_path: object
 ) -> Iterable[PackedLayer]:
-    """The layers, with what the values of their zero points and ``g_idx`` say."""
+    """The layers, completed by what the values of their zero points and ``g_idx`` show."""
     by_tensor = {layer.name_of(leaf): layer for layer in layers for leaf in ("qzeros", "g_idx")}
     wanted = {name: stored[name] for name in by_tensor if name in stored}
     constants: dict[str, int | None] = {}
@@ -189,7 +189,7 @@ def _with_facts(
     for name, value in read_values(wanted, _CPU):
         layer = by_tensor[name]
         if name.endswith("g_idx"):
-            # All 0 in files of GPTQ-for-LLaMa whose columns are in order.
+            # In files of GPTQ-for-LLaMa it is all 0 if columns are in order.
             if (said.orders or bool(value.any())) and _is_ordered(layer, value, stored[name]):
                 ordered.add(layer.name)
         else:
@@ -210,7 +210,7 @@ def _with_facts(
             is_version_1 = 1 in versions
     for layer in layers:
         adds_one = bool(is_version_1) and layer.layout == "gptq"
-        # A symmetric layer, of either version if the config says that it is one.
+        # Zero points of a symmetric layer; if the config says symmetric, those of either version.
         middles = {layer.middle - adds_one}
         if said.symmetric and layer.layout == "gptq":
             middles |= {layer.middle, layer.middle - 1}
@@ -219,7 +219,7 @@ def _with_facts(
 
 
 def _is_ordered(layer: PackedLayer, g_idx: Tensor, tensor: StoredTensor) -> bool:
-    """Whether groups aren't of neighboring columns. Raises ``CheckpointError`` for groups that have no such sizes."""
+    """Whether groups aren't of neighboring columns. Raises ``CheckpointError`` unless each group has its full size."""
     size = layer.group_size or max(layer.K, 1)
     plain = torch.arange(layer.K, device="cpu") // size
     if torch.equal(g_idx.long(), plain):
@@ -233,12 +233,12 @@ def _is_ordered(layer: PackedLayer, g_idx: Tensor, tensor: StoredTensor) -> bool
 
 
 def _zero_fields(words: Tensor, layer: PackedLayer) -> Tensor:
-    """The zero points as they are stored, uint8 ``[groups, N]``, those of a word in the order of its fields."""
+    """The zero points as stored, uint8 ``[groups, N]``, in the order of the fields of words."""
     return unpack_words(words, layer.bits, layer.N)
 
 
 def _unshuffled(layer: PackedLayer, rows: Tensor) -> Tensor:
-    """``rows`` of the weight, which are in the order of the fields of words, in their own."""
+    """Reorders ``rows`` of the weight from the order of words' fields to their own."""
     if layer.layout == "gptq":
         return rows
     # Rows 0, 2, 4, 6 are the first four fields of a word, and 1, 3, 5, 7 the others.
@@ -260,23 +260,23 @@ def _note(contents: Contents, layer: PackedLayer) -> None:
     contents.convert_together([layer.name_of(leaf) for leaf in sources.values()], made, partial(_decode, layer))
     for leaf in ("qzeros", "g_idx"):
         if layer.name_of(leaf) in contents.headers:
-            contents.pass_over(layer.name_of(leaf))  # known already
+            contents.pass_over(layer.name_of(leaf))  # already read
 
 
 def _decode(layer: PackedLayer, qweight: Tensor, scales: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """The parameters, in the order of ``_note``."""
+    """The layer's parameters, in the order in which ``_note`` lists them."""
     made, rest = [scales.t().contiguous()], list(others)
     order = None
     if not layer.symmetric:
         words = rest.pop(0)
         if layer.adds_one:
-            # Modulo 2^32, and not field by field: a zero point of 0 was stored as -1, and borrowed from its neighbor.
+            # Modulo 2^32 instead of per field: a zero point of 0 was stored as -1, and borrowed from its neighbor.
             words = words + (0x11111111 if layer.bits == 4 else 0x01010101)
         made.append(_unshuffled(layer, _signed(_zero_fields(words, layer), layer.bits).t().contiguous()))
     if layer.ordered:
         order = rest.pop(0).argsort(stable=True)
         made.append(order.int())
-    # A few rows at a time, which stay in a CPU's cache from one step to the next.
+    # A few rows at a time, which stay in the CPU's cache from one step to the next.
     step = cdiv(_PIECE, max(layer.K, 1) * 8) * 8
     pieces = []
     for start in range(0, max(layer.N, 1), step):
@@ -287,11 +287,11 @@ def _decode(layer: PackedLayer, qweight: Tensor, scales: Tensor, *others: Tensor
 
 
 def _codes(layer: PackedLayer, qweight: Tensor, order: Tensor | None, start: int, stop: int) -> Tensor:
-    """``[n, K]`` of the weight as uint8, for some rows: two's complement of 4 bits, or of 8.
+    """Some rows ``[n, K]`` of the weight as uint8, in two's complement of 4 or 8 bits.
 
     ``order``: of columns. ``start``: a multiple of 8; rows of a word are in the order of its fields.
     """
-    # q + 8 and q + 128 differ from these in the highest bit.
+    # q + 8 and q + 128 differ from these only in the highest bit.
     highest = -0x77777778 if layer.bits == 4 else -0x7F7F7F80
     if layer.layout == "gptq":
         codes = unpack_words(qweight[:, start:stop].t() ^ highest, layer.bits, layer.K)
@@ -301,5 +301,5 @@ def _codes(layer: PackedLayer, qweight: Tensor, order: Tensor | None, start: int
 
 
 def _signed(fields: Tensor, bits: int) -> Tensor:
-    """int8 ``q`` of fields ``q + 8`` or ``q + 128``."""
+    """int8 ``q`` from fields ``q + 8`` or ``q + 128``."""
     return (fields ^ 128).view(torch.int8) if bits == 8 else fields.view(torch.int8) - 8

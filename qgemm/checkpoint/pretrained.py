@@ -1,6 +1,6 @@
-"""transformers models: the config that says what a model is, and the model that a config describes, without weights.
+"""transformers models: the config that describes a model, and the model, without weights, for a config.
 
-Only classes that transformers itself exports are built. No code from a checkpoint is ever run.
+Only classes that transformers itself exports are built. Code from a checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.nn import QuantLayer
 
-# Hooks of all modules and the default dtype are the process's: what one thread takes away another one may be using.
+# Hooks on all modules and the default dtype are global to the process: one thread could reset what another one uses.
 _building = threading.RLock()
 _FLOAT_DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
 
 
 def is_pretrained(model: nn.Module) -> bool:
     """Whether ``model`` is a transformers model."""
-    transformers = sys.modules.get("transformers")  # where it isn't imported, no model can be one of its own
+    transformers = sys.modules.get("transformers")  # if it isn't imported, no model can be a transformers model
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
@@ -51,9 +51,9 @@ def model_config(model: nn.Module) -> dict[str, Any]:
 
 
 def float_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype of the first parameter that is in float as it is in the float model; None if there is none.
+    """The dtype of the first parameter that is float in the float model too; None if there is none.
 
-    Quantized values may be float8, and what else a layer adds is float32 in a model of any dtype.
+    Quantized values may be float8, and what a layer adds is float32 in a model of any dtype.
     """
     for module in model.modules():
         of_layer = module.fixed_names if isinstance(module, QuantLayer) else ()
@@ -64,14 +64,14 @@ def float_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def model_dtype(model: Any) -> torch.dtype:
-    """The dtype of a transformers model: ``float_dtype``; its config's if all that it has is quantized."""
-    if (found := float_dtype(model)) is not None:  # models ask in each forward
+    """The dtype of a transformers model: ``float_dtype``, or the config's if everything in it is quantized."""
+    if (found := float_dtype(model)) is not None:  # models call this in each forward
         return found
     return _FLOAT_DTYPES_BY_NAME.get(str(model.config.dtype).removeprefix("torch."), torch.float32)
 
 
 def part_configs(model: nn.Module) -> dict[tuple[str, ...], Any]:
-    """The configs in that of ``model`` that transformers models in it have, by their names from the outside in."""
+    """The configs inside that of ``model`` that its nested transformers models use, by their names from outside in."""
     if not is_pretrained(model):
         return {}
     kinds = {type(module.config) for module in model.modules() if is_pretrained(module)}
@@ -89,7 +89,7 @@ def part_configs(model: nn.Module) -> dict[tuple[str, ...], Any]:
 
 
 def generation_config(model: nn.Module) -> dict[str, Any] | None:
-    """How a transformers model generates, as JSON-ready values; None for a model that doesn't."""
+    """The generation config of a transformers model as JSON-ready values; None for a model that doesn't generate."""
     config = getattr(model, "generation_config", None)
     if config is None or not is_pretrained(model):
         return None
@@ -98,7 +98,7 @@ def generation_config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def read_generation_config(path: Path) -> Any:
-    """The ``GenerationConfig`` in a file."""
+    """Reads a ``GenerationConfig`` from a file."""
     import transformers
 
     values = read_json(path)
@@ -109,11 +109,11 @@ def read_generation_config(path: Path) -> Any:
 
 
 def dtype_of(folder: Path, config: dict[str, Any], stored: Mapping[str, StoredTensor]) -> Any:
-    """The dtype in the ``config`` of the checkpoint in ``folder``; as from_pretrained finds it if there is none.
+    """The dtype in the ``config`` of the checkpoint in ``folder``; without one, the dtype that from_pretrained finds.
 
     That is the index's, or that of the first float tensor in the first file. ``stored``: the tensors by name.
     """
-    if said := config.get("dtype") or config.get("torch_dtype"):  # its name before transformers 5
+    if said := config.get("dtype") or config.get("torch_dtype"):  # the latter is its name before transformers 5
         return said
     weights = weights_file(folder, config)
     metadata = read_json(weights).get("metadata") if weights.suffix == ".json" else None
@@ -128,11 +128,10 @@ def dtype_of(folder: Path, config: dict[str, Any], stored: Mapping[str, StoredTe
 
 
 def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, StoredTensor] | None = None) -> nn.Module:
-    """The transformers model that ``config``, read from ``path``, describes: parameters on meta, buffers computed.
+    """Builds the transformers model that ``config``, read from ``path``, describes: parameters on meta, real buffers.
 
-    ``stored``: what the model's files hold, by name; a model that is far larger than that is given up while it is
-    built. Raises ``CheckpointError`` if ``config`` names no class of transformers or if the class can't be built from
-    it.
+    ``stored``: the tensors in the model's files, by name; building stops if the model becomes far larger than these.
+    Raises ``CheckpointError`` if ``config`` names no class of transformers, or if the class can't be built from it.
     """
     names = config.get("architectures")
     if "model_type" not in config or not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -164,10 +163,10 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         raise CheckpointError(f"{path}: {absurd}")
     limits = None if stored is None else BuildLimits(stored)
     try:
-        # The class may build anything from these values; whatever goes wrong there, the file is at fault.
+        # The class may build anything from these values; whatever goes wrong there, the file is the cause.
         values = config_class._decode_special_floats(config)  # a copy
         _drop_controls(values)
-        _drop_of_a_save(values)  # so that the config is again the one that was saved
+        _drop_of_a_save(values)  # so that the config is the one that was saved
         own_config = config_class(**values)
         with parameters_on_meta(limits), _default_dtype(dtype):
             model: nn.Module = cls(own_config)
@@ -175,46 +174,47 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         raise CheckpointError(f"{path}: {names[0]} can't be built from it: {error}") from error
     for name, module in model.named_modules():
         top_k, experts = vars(module).get("top_k"), vars(module).get("num_experts")
-        # No tensor is as large as the number of experts that are chosen, so nothing else would find it.
+        # No tensor has the number of chosen experts as a size, so no other check would find a wrong one.
         if isinstance(top_k, int) and isinstance(experts, int) and not 0 <= top_k <= experts:
             raise CheckpointError(f"{path}: {name} would choose {top_k} of {experts} experts")
     return model
 
 
 def _config_class(cls: Any, model_type: Any) -> Any:
-    """The class of the configs of ``model_type``, of which models of ``cls`` are made; None if they aren't."""
+    """The config class of ``model_type`` from which models of ``cls`` are made; None if there is none."""
     if cls.config_class.model_type == model_type:
         return cls.config_class
     from transformers.models.auto import configuration_auto, modeling_auto
 
-    # Some types are configs alone, with the models of another type.
+    # Some types only have a config, and use the models of another type.
     for name, classes in vars(modeling_auto).items():
         found = classes.get(model_type, ()) if name.endswith("_MAPPING_NAMES") and isinstance(model_type, str) else ()
         if cls.__name__ in ((found,) if isinstance(found, str) else found):
             config_class = configuration_auto.CONFIG_MAPPING[model_type]
-            # A config of several parts may be there for its text model.
+            # A config with several parts may serve its text model.
             return config_class if config_class.sub_configs.keys() == cls.config_class.sub_configs.keys() else None
     return None
 
 
 def built_again(model: nn.Module) -> Any:
-    """A float model of the class and the config of ``model``, a transformers model: parameters on meta."""
+    """Builds a float model with the class and config of ``model``, a transformers model: parameters on meta."""
     with parameters_on_meta():
         return type(model)(copy.deepcopy(model.config))
 
 
-# Numbers of layers, heads, labels and the like: transformers' configs make lists that long before there is a model.
+# Numbers of layers, heads, labels and the like: transformers' configs make lists of that length before there is a
+# model.
 _COUNTS = re.compile("layer|block|depth|stage|head|expert|group|label|types")
 _NO_COUNT = "vocab"  # Gemma 4's vocab_size_per_layer_input
 _LARGEST_COUNT = 100_000
-# Of whatever name. Beyond 2^63 it fits no tensor, and a model fails that makes one of it.
+# For numbers with any name. Above 2^63 a number fits no tensor, and a model that makes one of that size fails.
 _LARGEST_NUMBER = 2**62
-# Not every name from above: -2 is the last layer but one.
+# Not all names in _COUNTS: -2, for example, means the last layer but one.
 _NEVER_NEGATIVE = re.compile(r"\b(num|n)_(\w+_)?(layers?|heads?|experts?|blocks?)$")
 
 
 def _absurd_count(values: Any, name: str = "") -> str | None:
-    """Which number in ``values`` is too large for what it counts, or for any use, or negative; None if none is."""
+    """A number in ``values`` that is negative, or too large for what it counts or any use; None if there is none."""
     if isinstance(values, dict):
         found = (_absurd_count(value, f"{name}.{key}" if name else key) for key, value in values.items())
     elif isinstance(values, list):
@@ -232,9 +232,9 @@ def _absurd_count(values: Any, name: str = "") -> str | None:
 
 
 def _drop_controls(values: dict[str, Any]) -> None:
-    """Removes what says how transformers works, not what the model is; no config that it saves has these.
+    """Removes settings of how transformers works, which don't describe the model; no config that it saves has these.
 
-    An implementation named ``"owner/repository"`` would have it fetch a kernel from the hub and run that.
+    An implementation named ``"owner/repository"`` would make it download a kernel from the hub and run it.
     """
     controls = ("attn_implementation", "experts_implementation", "attribute_map", "sub_configs")
     for key in [key for key in values if key.lstrip("_") in controls]:
@@ -245,9 +245,9 @@ def _drop_controls(values: dict[str, Any]) -> None:
 
 
 def _drop_of_a_machine(values: dict[str, Any]) -> None:
-    """Removes the folder that the float model came from, and what is no setting of a part by itself.
+    """Removes the folder that the float model came from, and what isn't a setting of a single part.
 
-    The parts of DBRX's config take no such arguments.
+    The parts of DBRX's config don't accept such arguments.
     """
     values.pop("_name_or_path", None)
     for part in values.values():
@@ -258,7 +258,7 @@ def _drop_of_a_machine(values: dict[str, Any]) -> None:
 
 
 def _drop_of_a_save(config: dict[str, Any]) -> None:
-    """Removes what isn't the model's own, but of the checkpoint that it was read from, or is to be written to."""
+    """Removes what belongs to the checkpoint that the config was read from or will be written to, not to the model."""
     for key in (*SETTINGS_KEYS, WEIGHTS_KEY):
         config.pop(key, None)
     if (fusions := drop_refusal(config.pop(FUSIONS_KEY, None))) is not None:
@@ -269,25 +269,25 @@ def _drop_of_a_save(config: dict[str, Any]) -> None:
 
 
 class BuildLimits:
-    """How large a model may become while it is built for the tensors in ``stored``.
+    """Limits the size of a model while it is built for the tensors in ``stored``.
 
-    Models register some parameters twice, and have tensors that no file holds, such as masks; a config that was
-    tampered with asks for a thousand times more.
+    Models register some parameters twice, and have tensors that no file contains, such as masks; a config that was
+    tampered with asks for a thousand times as much.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Twice as many parameters, and four times the bytes, both with something to spare."""
+        """Allows twice as many parameters and four times the bytes, both with some margin."""
         self._parameters_left = 1000 + 2 * len(stored)
         self._bytes_left = (256 << 20) + 4 * sum(tensor.nbytes for tensor in stored.values())
 
     def count_parameter(self) -> None:
-        """Raises ``CheckpointError`` if there are now too many."""
+        """Counts one parameter. Raises ``CheckpointError`` if there are now too many."""
         self._parameters_left -= 1
         if self._parameters_left < 0:
             raise CheckpointError("the model has far more parameters than the files hold")
 
     def count_bytes(self, nbytes: int) -> None:
-        """Of a tensor that is about to be made. Raises ``CheckpointError`` if that is too much."""
+        """Counts a tensor that is about to be made. Raises ``CheckpointError`` if that exceeds the limit."""
         self._bytes_left -= nbytes
         if self._bytes_left < 0:
             raise CheckpointError("the model's buffers are far larger than what the files hold")
@@ -295,11 +295,10 @@ class BuildLimits:
 
 @contextmanager
 def parameters_on_meta(limits: BuildLimits | None = None) -> Iterator[None]:
-    """Modules built inside, by this thread, have their parameters on meta: shapes without memory.
+    """Modules that this thread builds inside have their parameters on meta: shapes without memory.
 
-    Buffers are computed, on the CPU, since masks and positions are in no checkpoint. Should one end on meta all the
-    same, ``match`` finds it if the checkpoint doesn't hold it. ``limits`` are kept, if there are any. Other threads
-    wait.
+    Buffers are computed, on the CPU, because checkpoints don't contain masks and positions. If one ends up on meta
+    after all, ``match`` finds it if the checkpoint doesn't contain it. ``limits`` apply, if given. Other threads wait.
     """
     thread = threading.get_ident()
 
@@ -312,7 +311,7 @@ def parameters_on_meta(limits: BuildLimits | None = None) -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    # PyTorch types the hook as returning None; a parameter that it returns is what gets registered.
+    # PyTorch types the hook as returning None; if it returns a parameter, that is registered.
     with _building:
         hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
         try:
@@ -323,11 +322,11 @@ def parameters_on_meta(limits: BuildLimits | None = None) -> Iterator[None]:
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """Tensors that are about to become weights take no memory before either: one layer's experts can be gigabytes.
+    """Tensors that will become weights take no memory before that either: one layer's experts can be gigabytes.
 
-    Weights start as ``torch.empty``, those of experts also filled. Filled vectors and matrices may be masks, whatever
-    dimensions of one they have besides, so they are made, within ``limits``. What a model starts its weights with is
-    left out: to fill nothing with random numbers takes PyTorch a quarter of a millisecond a weight.
+    Weights start as ``torch.empty``; those of experts may also be filled. Filled vectors and matrices, with or without
+    extra dimensions of size one, may be masks, so they are made, within ``limits``. Random initialization of weights is
+    skipped, because PyTorch takes a quarter of a millisecond per weight even if it fills nothing.
     """
 
     def __init__(self, limits: BuildLimits | None) -> None:
@@ -338,7 +337,7 @@ class _WeightsOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # PyTorch calls what nn.init has, which transformers replaces meanwhile.
+        # PyTorch calls the functions in nn.init, which transformers replaces during this time.
         if func is nn.init.normal_ and (weight := kwargs.get("tensor")) is not None and weight.is_meta:
             return weight
         if func is torch.empty or func in _FILLED or (self._limits is not None and func in _COUNTED):

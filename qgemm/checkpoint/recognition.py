@@ -1,7 +1,7 @@
-"""``recognize``: the format of a checkpoint by its tensors, for a config that says nothing of quantization.
+"""``recognize``: a checkpoint's format according to its tensors, for a config that says nothing about quantization.
 
-Names, dtypes and shapes tell most formats. Of some they also tell everything that a reader needs; of others they leave
-open what only the config says, such as whether activations are quantized: those can be named, and not read.
+Names, dtypes and shapes identify most formats. For some they also show everything that a reader needs; for others, only
+the config tells the rest, such as whether activations are quantized: these can be named, but not read.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from qgemm.numerics.integers import cdiv
 
 FP8_DTYPES = (FP8.storage, torch.float8_e5m2)
 MLX = "mlx"
-"""Unsigned words, with ``scales`` and mostly ``biases`` of groups. No config names it, and it isn't read."""
+"""Unsigned words, with ``scales`` and mostly ``biases`` for groups. No config names this format, and it isn't read."""
 QUANTO = "quanto"
-"""Its own library writes its tensors beside a ``quanto_qmap.json``, and no config; they aren't read."""
+"""Its own library writes tensors with a ``quanto_qmap.json`` and without a config; they aren't read."""
 
 _ACTIVATIONS = "whether activations are quantized, and how"
 _BLOCK = 128
@@ -44,11 +44,11 @@ _OTHER_BLOCKS = (32, 64, 256, 512)
 
 @dataclass(frozen=True)
 class Recognized:
-    """What tensors show.
+    """What tensors show about their format.
 
-    - ``format``: as ``quant_method`` names it. ``variant``: more of it in words.
+    - ``format``: its ``quant_method``. ``variant``: a more detailed description.
     - ``quantization``: a ``quantization_config`` that says no more than the tensors do.
-    - ``unsaid``: what they don't tell, though a reader must know it; empty if they tell everything.
+    - ``unsaid``: what a reader must know but the tensors don't show; empty if they show everything.
     """
 
     format: str
@@ -57,7 +57,7 @@ class Recognized:
     unsaid: str = ""
 
 
-# Of formats that tensors show, the methods whose tensors may look so, beside the one of that name.
+# For formats that tensors show: other methods, besides the one of that name, whose tensors may look the same.
 _ALIKE: dict[str, tuple[str, ...]] = {
     fp8.QUANT_METHOD: (fp8.FBGEMM, modelopt.QUANT_METHOD, compressed_tensors_groups.QUANT_METHOD),
     QUANT_METHOD: (compressed_tensors_groups.QUANT_METHOD, modelopt.QUANT_METHOD),
@@ -65,19 +65,19 @@ _ALIKE: dict[str, tuple[str, ...]] = {
 
 
 def contradicts(method: str, found: Recognized) -> bool:
-    """Whether tensors that are ``found`` can't be of ``method``, as which a ``quantization_config`` has them."""
+    """Whether tensors recognized as ``found`` can't belong to the ``method`` in their ``quantization_config``."""
     if method in (auto_round.QUANT_METHOD, auto_round.OLD_METHOD):
-        # It has other layouts, too, for data types that its own config names.
+        # It also has other layouts, for data types that its own config names.
         return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD, fp8.QUANT_METHOD) and not found.unsaid
     may_look_so = bool(found.unsaid) and method in _ALIKE.get(found.format, ())
     return found.format != method and not may_look_so
 
 
 def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
-    """The format of ``stored``, the tensors of files; None if they are in float, or of no format that is known."""
+    """The format of ``stored``, the tensors in files; None if they are in float, or in no known format."""
     leaves = {split_name(name)[1] for name in stored}
     if "qweight" in leaves:
-        # The version of GPTQ is in the values of zero points. AutoRound has either layout.
+        # GPTQ's version shows in the values of zero points. AutoRound uses either layout.
         return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)
     if "scales" in leaves and any(_is_of_mlx(name, stored) for name in stored):
         return Recognized(MLX)
@@ -108,16 +108,16 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
 
 def _is_of_mlx(name: str, stored: Mapping[str, StoredTensor]) -> bool:
     layer, leaf = split_name(name)
-    # Of a dtype that no other format has.
+    # A dtype that no other format uses.
     return leaf == "weight" and stored[name].dtype is None and f"{layer}.scales" in stored
 
 
 def _fp8(stored: Mapping[str, StoredTensor], leaves: set[str]) -> Recognized:
-    """Of fp8 the name ``..._scale_inv`` alone belongs to one library, which always quantizes activations."""
+    """For fp8, only the name ``..._scale_inv`` identifies a library, which always quantizes activations."""
     grids = {name: tensor for name, tensor in stored.items() if name.endswith("_scale_inv")}
     if not grids or "weight_scale" in leaves:
         return Recognized(fp8.QUANT_METHOD, unsaid=_ACTIVATIONS)
-    pairs: dict[int, list[tuple[int, int]]] = {-2: [], -1: []}  # by axis: how long it is, and how many blocks it has
+    pairs: dict[int, list[tuple[int, int]]] = {-2: [], -1: []}  # by axis: its length, and its number of blocks
     for name, grid in grids.items():
         weight = stored.get(name.removesuffix("_scale_inv"))
         if weight is not None and 2 <= len(weight.shape) == len(grid.shape):

@@ -1,8 +1,9 @@
-"""``requantize``: layers of a checkpoint in another scheme, made of the float weights that their values stand for.
+"""``requantize``: converts layers of a checkpoint to another scheme, by way of the float weights that they stand for.
 
-Each layer is made anew as soon as it has been read, a few rows at a time, so that no weight is ever in float as a
-whole. Values are rounded to nearest; the error of the first quantization stays, and that of the second, in 8 bits a
-small part of it, comes on top. Where the weight's scheme is the same, int4 for int8 activations, they stay as they are.
+Each layer is converted as soon as it has been read, a few rows at a time, so that no weight is ever in float as a
+whole. Values are rounded to nearest; the error of the first quantization stays, and the second one adds its own, which
+is a small part of the first in 8 bits. Where the weight's scheme stays the same, as from int4 to int4 with int8
+activations, values are unchanged.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from qgemm.nn.quant_layer import frozen
 from qgemm.scheme import QuantScheme
 
 ABOUT_FILES = ("quant_method is ", "packing_format is ")
-"""How notes begin that don't say what layers compute, but what the files are."""
+"""The beginnings of notes that describe the files instead of what layers compute."""
 
-# Temporaries are of so many values at a time.
+# Temporaries have this many values at a time.
 _PIECE = 1 << 22
 
 
 def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> None:
-    """Has the layers of ``contents`` made in ``scheme``, experts in the one that they have in a model with it.
+    """Arranges for the layers of ``contents`` to be converted to ``scheme``, experts to its ``for_experts``.
 
-    ``model``: the float one, under whose names the layers are. Raises ``CheckpointError`` for a layer whose parameters
-    the checkpoint doesn't have, ``ValueError`` for one whose new scheme needs more than its weight.
+    ``model``: the float model, whose names the layers have. Raises ``CheckpointError`` for a layer whose parameters are
+    missing from the checkpoint, ``ValueError`` for one whose new scheme needs more than its weight.
     """
     layers, tied = contents.manifest.layers, contents.manifest.tied
     are_all_new = True
     for name, own in list(layers.items()):
         module = find_module(model, name)
-        # Without a module it is an expert's, which others will be put together with.
+        # A layer without a module belongs to an expert, which will be put together with others.
         wanted = scheme if module is not None and _is_linear(module) else scheme.for_experts()
         if own == wanted:
             are_all_new = False
@@ -54,21 +55,21 @@ def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> Non
         layers[name] = wanted
         before, after = ([leaf for leaf, _ in each.named_parameters(recurse=False)] for each in (old, made))
         for leaf in before + after:
-            # The alias of a layer that has two names has nothing of its own.
+            # A layer's second name has no tensors of its own.
             if (source := tied.pop(f"{name}.{leaf}", None)) is not None and leaf in before:
                 first = source.rpartition(".")[0]
                 tied.update({f"{name}.{each}": f"{first}.{each}" for each in after})
         if any(f"{name}.{leaf}" in contents.headers for leaf in before):
             _check(contents, name, old, before)
             _note(contents, name, old, made, before, after)
-    contents.report = contents.lacks = None  # it was of the schemes before
+    contents.report = contents.lacks = None  # it described the former schemes
     if are_all_new:
-        # What the checkpoint asks for of activations isn't asked for anymore.
+        # The checkpoint's requests about activations no longer apply.
         contents.notes = [note for note in contents.notes if note == NOTE or note.startswith(ABOUT_FILES)]
 
 
 def restore_float(contents: Contents, name: str, module: nn.Module) -> None:
-    """Has the layer ``name`` of ``contents`` made in float, if it can be: as the ``weight`` of ``module``."""
+    """Arranges for the layer ``name`` to be restored to float if it can be the ``weight`` of ``module``."""
     weight, scheme = module._parameters.get("weight"), contents.manifest.layers[name]
     if weight is None or is_conv1d(module) or linear_class(scheme).folds_bias:
         return
@@ -93,10 +94,10 @@ def restore_float(contents: Contents, name: str, module: nn.Module) -> None:
 
 
 def convert_layers(model: nn.Module, scheme: QuantScheme, is_split: bool = False) -> bool:
-    """Puts layers in ``scheme`` in place of those of ``model``, which is loaded, one by one; whether there were others.
+    """Replaces the layers of a loaded ``model`` by layers in ``scheme``, one by one; returns whether any differed.
 
-    ``is_split``: whether each of several processes has a part of them. Raises ``ValueError`` for layers that are, or
-    are offloaded, and for a scheme that needs more than their weights, before any is converted.
+    ``is_split``: whether the layers are split among several processes. Raises ``ValueError``, before any layer is
+    converted, for layers that are split or offloaded, and for a scheme that needs more than their weights.
     """
     layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
     others = {name: layer for name, layer in layers.items() if layer.scheme != _in_its_place(layer, scheme)}
@@ -120,7 +121,7 @@ def convert_layers(model: nn.Module, scheme: QuantScheme, is_split: bool = False
 
 
 def _check_target(scheme: QuantScheme, name: str, own: QuantScheme) -> None:
-    """Raises ``ValueError`` if ``scheme``, for the layer ``name``, needs more than the weight; ``own``: what it has."""
+    """Raises ``ValueError`` if ``scheme``, for the layer ``name`` of scheme ``own``, needs more than the weight."""
     if scheme.needs_data:
         raise ValueError(
             f"scheme is {scheme.name!r}, which needs data to run the model on, and {name} has the scheme "
@@ -145,7 +146,7 @@ def _converted_layer(layer: QuantLayer, scheme: QuantScheme) -> QuantLayer:
 
 
 def _layer_like(contents: Contents, name: str, module: nn.Module | None, scheme: QuantScheme) -> QuantLayer:
-    """A layer with ``scheme`` on meta, in place of ``module``; with a bias only if that depends on the weight."""
+    """A layer with ``scheme`` on meta, in place of ``module``; it has a bias only if that depends on the weight."""
     if module is None:
         N, K = contents.shapes.get(name) or contents.headers[f"{name}.weight"].shape
     elif isinstance(module, LinearLayer):
@@ -154,7 +155,7 @@ def _layer_like(contents: Contents, name: str, module: nn.Module | None, scheme:
         N, K = linear_weight(module).shape
     else:
         return QuantExperts.like(module, describe_experts(module), scheme)
-    # Of a bias that depends on the weight, what the float layer's is.
+    # A bias that depends on the weight is there if the float layer has one.
     known = linear_class(contents.manifest.layers[name])
     has_bias = known.folds_bias and getattr(module, "bias", None) is not None
     return meta_linear(scheme, K, N, has_bias, torch.float32)
@@ -165,7 +166,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _check(contents: Contents, name: str, layer: QuantLayer, leaves: list[str]) -> None:
-    """Raises ``CheckpointError`` unless the checkpoint has the parameters of ``layer``, which is called ``name``."""
+    """Raises ``CheckpointError`` unless the checkpoint has the parameters of ``layer``, called ``name``."""
     for leaf in leaves:
         tensor, wanted = contents.headers.get(f"{name}.{leaf}"), layer.stored(leaf)
         if tensor is None:
@@ -190,14 +191,14 @@ def _note(
         source = f"{name}.{leaf if leaf in before else made.weight_names[0]}"
         dtype = parameter.dtype
         if leaf in before and old.scheme.weight.is_stored_as(made.scheme.weight):
-            found = contents.headers[source].dtype  # which stays, if it may
+            found = contents.headers[source].dtype  # is kept if the layer accepts it
             dtype = found if found is not None and made.accepts_dtype(leaf, found) else dtype
         new[f"{name}.{leaf}"] = (source, tuple(parameter.shape), dtype)
     contents.convert_further(new, of, convert)
 
 
 def _take(layer: QuantLayer, values: dict[str, Tensor]) -> None:
-    """Gives ``layer`` these parameters; raises ``ValueError`` for one that can't be."""
+    """Sets these parameters of ``layer``; raises ``ValueError`` for an invalid one."""
     for leaf, value in values.items():
         if leaf in layer.fixed_names and (problem := layer.problem_with(leaf, value)):
             raise ValueError(f"{leaf} {problem}")
@@ -205,7 +206,7 @@ def _take(layer: QuantLayer, values: dict[str, Tensor]) -> None:
 
 
 def _converted(layer: QuantLayer, scheme: QuantScheme) -> dict[str, Tensor]:
-    """The parameters of a layer with ``scheme`` that stands for the weights of ``layer``, by name."""
+    """The parameters, by name, of a layer with ``scheme`` that stands for the weights of ``layer``."""
     if isinstance(layer, LinearLayer):
         made = in_scheme(layer, scheme)
         return {leaf: parameter.detach() for leaf, parameter in made.named_parameters(recurse=False)}
@@ -223,9 +224,9 @@ def _converted(layer: QuantLayer, scheme: QuantScheme) -> dict[str, Tensor]:
 
 
 def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
-    """A layer with ``scheme`` that stands for the weight and bias of ``layer``, on its device.
+    """Converts ``layer`` to ``scheme``, on its device: a layer that stands for the same weight and bias.
 
-    Values stay as they are where only activations differ. Raises ``ValueError`` for a weight that isn't finite.
+    Values stay unchanged where only activations differ. Raises ``ValueError`` for a weight that isn't finite.
     """
     bias = layer.float_bias()
     dtype = torch.float32 if bias is None else bias.dtype
@@ -250,7 +251,7 @@ def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
 
 
 def _kept(layer: LinearLayer, made: LinearLayer) -> dict[str, Tensor] | None:
-    """The parameters of ``made`` that say of the weight what those of ``layer`` do; None if they can't."""
+    """The parameters of ``made`` that mean the same weight as those of ``layer``; None if they can't."""
     schemes = layer.scheme, made.scheme
     if not schemes[0].weight.is_stored_as(schemes[1].weight) or any(
         each.rotates or each.outlier_columns for each in schemes
@@ -263,7 +264,7 @@ def _kept(layer: LinearLayer, made: LinearLayer) -> dict[str, Tensor] | None:
         value = layer.stored(leaf).detach()
         value = value if made.accepts_dtype(leaf, value.dtype) else value.to(parameter.dtype)
         if value.numel() != parameter.numel() or made.problem_with(leaf, value := value.reshape(parameter.shape)):
-            return None  # a scale below 0, which int8 products don't take
+            return None  # a scale below 0, which int8 products don't accept
         kept[leaf] = value
     return kept
 
@@ -274,7 +275,7 @@ def _rows_at_a_time(*layers: LinearLayer) -> int:
 
 
 def _rows(layer: LinearLayer, step: int) -> Iterator[Tensor]:
-    """The float rows, ``step`` at a time; once an empty piece of a layer without rows."""
+    """The float rows, ``step`` at a time; for a layer without rows, one empty piece."""
     N = layer.out_features
     for start in range(0, max(N, 1), step):
         yield layer.restore_rows(layer.rows_from(start, min(start + step, N)), torch.float32)

@@ -33,20 +33,20 @@ DTYPE_CODES = {
     torch.bool: "BOOL",
 }
 CHECKSUMS = "qgemm_checksums"
-"""Where a file's metadata has the checksums of its tensors: JSON, by name, 16 hexadecimal digits each."""
+"""The key in a file's metadata for the checksums of its tensors: JSON, by name, 16 hexadecimal digits each."""
 
 SAVE = "qgemm_save"
-"""Where a file's metadata, and that of an index, has the id of the save that wrote it."""
+"""The key in the metadata of a file or an index for the id of the save that wrote it."""
 
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, as its header has it. ``dtype`` is None for one that PyTorch or qgemm has no name for.
+    """A tensor in a file, according to its header. ``dtype`` is None for one that PyTorch or qgemm has no name for.
 
-    ``stamp``: of the file when its header was read; its values are read from that one only. ``digest``: of that header.
-    ``start``: where in the file the values begin.
+    ``stamp``: the file's when its header was read; values are only read from that file. ``digest``: of the header.
+    ``start``: where the values begin in the file.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class StoredTensor:
     start: int = field(default=0, kw_only=True, compare=False)
 
     def __str__(self) -> str:
-        """Dtype and shape, as errors show them."""
+        """Dtype and shape, for errors."""
         return f"{self.dtype} {list(self.shape)}"
 
     @property
@@ -67,16 +67,16 @@ class StoredTensor:
 
 
 def unfit(path: Path, name: str, tensor: StoredTensor | None, wanted: str) -> CheckpointError:
-    """The error about the tensor ``name``, which isn't what it must be, or isn't there."""
+    """The error for the tensor ``name`` that is missing, or isn't as ``wanted``."""
     found = "is missing" if tensor is None else f"is {tensor}"
     return CheckpointError(f"{path}: {name} {found}; it must be {wanted}")
 
 
 def read_headers(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint in ``folder``, by name, with no values read.
+    """Every tensor of the checkpoint in ``folder``, by name, without values.
 
-    ``config``: what its ``config.json`` holds, if it has one. Raises ``CheckpointError`` if a file is missing or
-    damaged, if the files and the index don't agree, or if not all of them are of one save.
+    ``config``: the content of its ``config.json``, if any. Raises ``CheckpointError`` if a file is missing or damaged,
+    if the files and the index don't agree, or if not all of them are from one save.
     """
     config = dict(config or {})
     wanted = save_id(config, folder / CONFIG_FILE)
@@ -87,7 +87,7 @@ def read_headers(folder: Path, config: Mapping[str, Any] | None = None) -> dict[
         return tensors
     index = read_json(path)
     about = index.get("metadata")
-    if isinstance(about, dict) and SAVE in about:  # transformers writes indices without
+    if isinstance(about, dict) and SAVE in about:  # indices written by transformers have none
         check_save(path, about[SAVE], wanted)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -111,7 +111,7 @@ def read_headers(folder: Path, config: Mapping[str, Any] | None = None) -> dict[
 
 
 def check_save(path: Path, found: object, wanted: str | None) -> None:
-    """Raises ``CheckpointError`` if the save that wrote the file at ``path`` isn't the one that wrote the config."""
+    """Raises ``CheckpointError`` if the file at ``path`` and the config were written by different saves."""
     if found != wanted:
         saves = [f"of the save {save}" if save else "of no save" for save in (found, wanted)]
         raise CheckpointError(
@@ -123,7 +123,7 @@ def check_save(path: Path, found: object, wanted: str | None) -> None:
 def read_values(stored: dict[str, StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Reads the tensors of ``stored``, file by file, each into memory of its own on ``device``.
 
-    Raises ``CheckpointError`` if one differs from its checksum, in a file that has any.
+    Raises ``CheckpointError`` if one differs from its checksum, in a file that has checksums.
     """
     for name, value, is_sound in read_and_check(stored, device):
         if is_sound is False:
@@ -135,7 +135,7 @@ def read_values(stored: dict[str, StoredTensor], device: torch.device) -> Iterat
 
 
 def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor, bool | None]]:
-    """As ``read_values``, with whether a tensor has its checksum instead of an error; None in a file without any."""
+    """As ``read_values``, but yields whether each tensor matches its checksum; None in a file without checksums."""
     by_path: dict[Path, list[str]] = {}
     for name, tensor in stored.items():
         by_path.setdefault(tensor.path, []).append(name)
@@ -158,18 +158,18 @@ def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Ite
 
 
 def has_checksums(path: Path) -> bool:
-    """Whether the file at ``path`` says what the checksums of its tensors are; raises as ``read_values`` does."""
+    """Whether the file at ``path`` contains checksums of its tensors; raises as ``read_values`` does."""
     return parse_checksums(path, read_metadata(path)) is not None
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the file's header says beside its tensors; raises ``CheckpointError`` if it can't be read."""
+    """The metadata in the file's header; raises ``CheckpointError`` if it can't be read."""
     with SafetensorsReader(path) as file:
         return file.metadata
 
 
 def parse_checksums(path: Path, metadata: Mapping[str, str] | None) -> dict[str, object] | None:
-    """The checksums in the ``metadata`` of the file at ``path``, by name; None if it has none, as another program's."""
+    """The checksums, by name, in the ``metadata`` of the file at ``path``; None if another program wrote none."""
     text = (metadata or {}).get(CHECKSUMS)
     if text is None:
         return None
@@ -183,12 +183,12 @@ def parse_checksums(path: Path, metadata: Mapping[str, str] | None) -> dict[str,
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """What one file holds, by name; raises ``CheckpointError`` if it is truncated or no safetensors file."""
+    """The tensors of one file, by name; raises ``CheckpointError`` if it is truncated or isn't a safetensors file."""
     return read_header_and_metadata(path)[0]
 
 
 def read_header_and_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """What one file holds, by name, and what it says beside that; raises as ``read_header`` does."""
+    """The tensors of one file, by name, and its metadata; raises as ``read_header`` does."""
     with SafetensorsReader(path) as file:
         tensors = {
             name: StoredTensor(

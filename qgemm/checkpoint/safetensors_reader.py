@@ -1,10 +1,10 @@
-"""Reads a safetensors file: its header, checked as the format wants it, then values, all from one open file.
+"""Reads a safetensors file: its header, checked against the format, then values, all from one open file.
 
 The format: 8 bytes with the header's length, the header as JSON (dtype, shape and place of each tensor), the values.
 
-Reading is done here because the library maps files into memory. A file that becomes shorter while it is mapped ends
-the process by a bus error, a pipe in its place is waited for without end, and whoever opens a path twice may get two
-files, which no header that was checked says anything about.
+The library isn't used for reading because it maps files into memory. If a mapped file becomes shorter, the process ends
+with a bus error; a pipe in the file's place would block forever; and opening a path twice may give two different files,
+so that the checked header says nothing about the second.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import unique_names
 
 LARGEST_HEADER = 100_000_000
-"""In bytes: the library reads no file with more."""
+"""In bytes: the library refuses longer headers."""
 
-# How many bits a value has. Every dtype of the format, also those that nothing here computes with.
+# The number of bits of a value, for every dtype of the format, including those that nothing here computes with.
 _BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16},
@@ -39,7 +39,7 @@ _METADATA = "__metadata__"
 
 
 class Stamp(NamedTuple):
-    """What tells a file from another one of its name, and from itself before it was written to."""
+    """Tells a file from another one of the same name, and from its own state before a write."""
 
     device: int
     inode: int
@@ -48,12 +48,12 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, file: BinaryIO) -> Stamp:
-        """That of an open file."""
+        """The stamp of an open file."""
         status = os.fstat(file.fileno())
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def find_change(self, status: os.stat_result) -> str | None:
-        """What has become of the file, whose status is that now; None if it is as it was."""
+        """How the file, whose status is now ``status``, has changed; None if it hasn't."""
         if (status.st_dev, status.st_ino) != (self.device, self.inode):
             return "is another file now"
         if status.st_size != self.size:
@@ -62,14 +62,14 @@ class Stamp(NamedTuple):
 
 
 def file_stamp(path: Path) -> Stamp:
-    """The stamp of the file at ``path``; raises ``CheckpointError`` if there is none, or no regular one."""
+    """The stamp of the file at ``path``; raises ``CheckpointError`` if there is no regular file."""
     with reading(path), open_regular(path) as file:
         return Stamp.of(file)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor in a file: its dtype as the header has it, its shape, and where its bytes are, from the file's start."""
+    """A tensor in a file: its dtype in the header, its shape, and the positions of its bytes in the file."""
 
     code: str
     shape: tuple[int, ...]
@@ -78,8 +78,8 @@ class Place:
 
 
 def read_bytes(file: BinaryIO, path: Path, start: int, count: int) -> Tensor:
-    """Some bytes of ``file``, the one at ``path``. Raises ``CheckpointError`` if it has become shorter."""
-    values = torch.empty(count, dtype=torch.uint8, device="cpu")  # also where meta is the default
+    """Reads bytes of ``file``, the one at ``path``. Raises ``CheckpointError`` if it has become shorter."""
+    values = torch.empty(count, dtype=torch.uint8, device="cpu")  # explicit, because meta may be the default
     if not count:
         return values
     target = memoryview((ctypes.c_char * count).from_address(values.data_ptr())).cast("B")
@@ -92,14 +92,14 @@ def read_bytes(file: BinaryIO, path: Path, start: int, count: int) -> Tensor:
 
 
 class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
-    """A safetensors file that is open. To be closed, or entered (``with``).
+    """An open safetensors file, to be closed or used in a ``with`` block.
 
-    ``places``: its tensors by name. ``metadata``: what the header says beside them. ``digest``: of the header.
-    ``stamp``: of the file.
+    ``places``: its tensors by name. ``metadata``: the header's metadata. ``digest``: of the header. ``stamp``: of the
+    file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads the header. Raises ``CheckpointError`` if there is no such file, if it is truncated, or none at all."""
+        """Reads the header. Raises ``CheckpointError`` if the file is missing, truncated, or of another format."""
         self.path = path
         with reading(path):
             self._file = open_regular(path)
@@ -113,7 +113,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
             raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
 
     def read(self, name: str) -> Tensor:
-        """The bytes of a tensor, in memory of their own. Raises ``CheckpointError`` if the file has become shorter."""
+        """Reads the bytes of a tensor into new memory. Raises ``CheckpointError`` if the file has become shorter."""
         place = self.places[name]
         return read_bytes(self._file, self.path, place.start, place.stop - place.start)
 
@@ -139,7 +139,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
 
 
 def _parse(text: bytes, size: int) -> tuple[dict[str, Place], dict[str, str]]:
-    """The tensors that a header names, and its metadata, for a file of ``size`` bytes; raises ``ValueError``."""
+    """The tensors and the metadata in the header of a file of ``size`` bytes; raises ``ValueError`` if invalid."""
     header = json.loads(text.decode(), object_pairs_hook=unique_names)
     if not isinstance(header, dict):
         raise ValueError("its header isn't an object")
@@ -147,7 +147,7 @@ def _parse(text: bytes, size: int) -> tuple[dict[str, Place], dict[str, str]]:
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{_METADATA} doesn't map names to strings")
-    "".join([*header, *metadata, *metadata.values()]).encode()  # JSON may have half a surrogate pair, UTF-8 not
+    "".join([*header, *metadata, *metadata.values()]).encode()  # raises for half a surrogate pair, which JSON allows
     places = {name: _place(name, entry, 8 + len(text)) for name, entry in header.items()}
     end = 8 + len(text)
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].stop)):
@@ -173,6 +173,6 @@ def _place(name: str, entry: Any, begin: int) -> Place:
 
 
 def _are_sizes(values: Any) -> bool:
-    # PyTorch counts with 63 bits, and has as many dimensions.
+    # PyTorch counts with 63 bits, and supports at most as many dimensions.
     is_list = isinstance(values, list) and len(values) <= 64
     return is_list and all(type(value) is int and 0 <= value < 2**63 for value in values)

@@ -1,7 +1,7 @@
-"""Writes safetensors files, for tensors of which one, or a part of one, is in CPU memory at a time.
+"""Writes safetensors files; only one tensor at a time, or a part of it, is in CPU memory.
 
-Writing is done here because the library's ``save_file`` wants all tensors of a file in CPU memory at once, needs numpy,
-and makes files that only their owner may read.
+The library isn't used for writing because its ``save_file`` needs all tensors of a file in CPU memory at once, needs
+numpy, and makes files that only their owner may read.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qgemm.checkpoint.safetensors_reader import LARGEST_HEADER
 
 
 def check_tensor_name(name: str) -> None:
-    """Raises ``ValueError`` for a name that the format keeps for itself, or that isn't text its readers take."""
-    # "ignore" drops what has no place in UTF-8: half of a surrogate pair.
+    """Raises ``ValueError`` for a name that the format reserves, or that isn't text that its readers accept."""
+    # "ignore" drops what UTF-8 can't encode: half of a surrogate pair.
     if name == "__metadata__" or name.encode(errors="ignore").decode() != name:
         raise ValueError(f"a tensor is called {name!r}, which a safetensors file can't hold: rename it")
 
@@ -32,10 +32,10 @@ def write_safetensors(
     written: Callable[[int], object],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes ``tensors``, from any device and in any strides, and tells ``written`` the bytes of each.
+    """Writes ``tensors``, from any device and with any strides, and calls ``written`` with the bytes of each.
 
     Every dtype must be in ``DTYPE_CODES``. One tensor at a time is held in CPU memory. ``file`` must be seekable.
-    ``metadata``: what the header is to say beside them.
+    ``metadata``: to store in the header.
     """
     writer = SafetensorsWriter(file, tensors, metadata)
     for name in writer.names:
@@ -45,20 +45,20 @@ def write_safetensors(
 
 
 class SafetensorsWriter:
-    """Writes a file piece by piece, of tensors whose shapes and dtypes are known beforehand.
+    """Writes a file piece by piece; the tensors' shapes and dtypes must be known beforehand.
 
-    The tensors come in any order, also in turns; the pieces of one come in the order of its values.
+    Tensors may come in any order, also in turns; the pieces of one tensor come in the order of its values.
     """
 
     def __init__(self, file: BinaryIO, tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-        """``file`` must be seekable: the header, which comes first, holds the checksums, which are known last.
+        """``file`` must be seekable: the header, which comes first, contains the checksums, which are known last.
 
-        ``tensors`` give names, shapes and dtypes alone; they may be on meta. Raises ``ValueError`` for names, or so
-        many of them, that no reader takes.
+        ``tensors`` only give names, shapes and dtypes; they may be on meta. Raises ``ValueError`` for names that no
+        reader accepts, or for too many tensors.
         """
         for name in tensors:
             check_tensor_name(name)
-        # Widest first, as the library orders them, so that every tensor lies at a multiple of its item size.
+        # Widest first, as in the library's files, so that every tensor lies at a multiple of its item size.
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         self._file = file
         self._metadata = {"format": "pt", **(metadata or {})}
@@ -77,12 +77,12 @@ class SafetensorsWriter:
 
     @property
     def names(self) -> list[str]:
-        """The tensors in the order in which they lie in the file."""
+        """The names of the tensors in the order of the file."""
         return list(self._ends)
 
     @property
     def written(self) -> dict[str, tuple[int, str]]:
-        """Of each tensor that is begun, the bytes that were written, and their checksum; ``go_on`` takes it."""
+        """For each tensor that was begun, the number of bytes written and their checksum, as ``go_on`` accepts it."""
         return {
             name: (self._next[name] - start, format_checksum(self._checksums[name].value))
             for name, start in self._starts.items()
@@ -90,9 +90,9 @@ class SafetensorsWriter:
         }
 
     def go_on(self, written: Mapping[str, tuple[int, str]]) -> bool:
-        """Goes on in a file that an earlier writer of these tensors left; False if it doesn't hold what it should.
+        """Continues in a file that an earlier writer of these tensors left; returns False if its content is wrong.
 
-        ``written``: of that writer, when what it says was in the file. Then nothing of the file is taken over.
+        ``written``: that writer's, taken when the file contained these bytes. If False, nothing of the file is used.
         """
         found = {}
         for name, (size, expected) in written.items():
@@ -109,7 +109,7 @@ class SafetensorsWriter:
         return True
 
     def write(self, name: str, piece: Tensor) -> None:
-        """Writes the next values of the tensor called ``name``, from any device and in any strides."""
+        """Writes the next values of the tensor ``name``, from any device and with any strides."""
         values = piece.detach().to("cpu").contiguous()
         place = self._next[name]
         self._next[name] += values.nbytes
@@ -119,7 +119,7 @@ class SafetensorsWriter:
         self._file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
 
     def finish(self) -> None:
-        """Writes the checksums, and leaves ``file`` at its end."""
+        """Writes the checksums, and leaves ``file`` positioned at its end."""
         incomplete = [name for name, end in self._ends.items() if self._next[name] != end]
         assert not incomplete, f"{incomplete[0]} has fewer values than its shape says"
         self._file.seek(self._begin)
@@ -128,7 +128,7 @@ class SafetensorsWriter:
         self._file.truncate()
 
     def _write_header(self) -> int:
-        # Once at the beginning, to make room: checksums are always as long.
+        # Written once at the beginning to make room: checksums always have the same length.
         checksums = {name: format_checksum(checksum.value) for name, checksum in self._checksums.items()}
         self._header["__metadata__"] = {**self._metadata, CHECKSUMS: json.dumps(checksums)}
         text = json.dumps(self._header, separators=(",", ":")).encode()

@@ -1,7 +1,7 @@
-"""``save_quantized``: writes a quantized model as safetensors, in files that all have the id of the save.
+"""``save_quantized``: writes a quantized model as safetensors, in files that all contain the id of the save.
 
-The files get names that none in the folder has, and the rename of ``config.json``, which points to them, makes them the
-checkpoint. So whatever happens, the folder holds the old one or the new one.
+The files get unused names, and the rename of ``config.json``, which points to them, makes them the checkpoint. So
+whatever happens, the folder holds the old checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -62,28 +62,28 @@ def save_quantized(
     overwrite: bool = False,
     format: str = "qgemm",
 ) -> None:
-    """Writes ``model``, which holds quantized layers, to ``folder``, for ``load_quantized``.
+    """Writes ``model``, which contains quantized layers, to ``folder``, for ``load_quantized``.
 
     Every tensor keeps its dtype; tensors that share memory are stored once. The file names are transformers', so a
     tokenizer can be saved into the same folder. ``max_shard_size``: the maximum size of a file, in bytes or as text
-    like ``"5GB"``. ``overwrite``: replace a checkpoint in the folder; without it, that raises ``FileExistsError``.
-    ``format``: ``"qgemm"``; ``"compressed-tensors"``, which transformers and vLLM read too; or ``"gptq"``, for
-    ``int4`` and ``int8-weight`` schemes, which GPTQModel and vLLM read. The latter two contain the ``state_dict`` and
-    no report.
+    such as ``"5GB"``. ``overwrite``: replace a checkpoint in the folder; otherwise an existing one raises
+    ``FileExistsError``. ``format``: ``"qgemm"``; ``"compressed-tensors"``, which transformers and vLLM read too; or
+    ``"gptq"``, for ``int4`` and ``int8-weight`` schemes, which GPTQModel and vLLM read. The latter two contain the
+    ``state_dict`` and no report.
 
-    The folder holds a complete checkpoint at every moment, the old one or the new one, also if the save is killed or
+    The folder holds a complete checkpoint at every moment, the old one or the new one, even if the save is killed or
     the disk is full. One tensor at a time is copied to CPU memory. Only one process at a time can save into a folder: a
     second one gets a ``CheckpointError``.
 
-    Raises ``ValueError`` for an unknown format and for a model that can't be stored: with no quantized layer, with
-    tensors on meta, with a scale that its layer wouldn't load, or with state that isn't a plain tensor. Warns of a
+    Raises ``ValueError`` for an unknown format and for a model that can't be stored: without quantized layers, with
+    tensors on meta, with a scale that its layer wouldn't load, or with state that isn't a plain tensor. Warns about a
     transformers model that ``load_quantized`` can't build from its config, such as one of a class of your own.
     """
     if format not in (formats := (QUANT_METHOD, *_OF_OTHERS)):
         raise ValueError(f"format is {format!r}; it must be one of {formats}")
     check_model(model)
     folder = as_new_folder("folder", folder)
-    model = getattr(model, "_orig_mod", model)  # the model inside of what torch.compile returned
+    model = getattr(model, "_orig_mod", model)  # the model inside what torch.compile returned
     modules = model.named_modules(remove_duplicate=False)
     layers = {name: module for name, module in modules if isinstance(module, QuantLayer)}
     if not layers:
@@ -138,9 +138,9 @@ def save_quantized(
 
 @dataclass
 class Save:
-    """The files of one save, which all hold its ``id``.
+    """The files of one save, which all contain its ``id``.
 
-    ``has_own_names``: whether the id is in their names as well. ``report``: of the model, if it is to be stored.
+    ``has_own_names``: whether the id is also in their names. ``report``: the model's, if it should be stored.
     """
 
     id: str
@@ -148,17 +148,17 @@ class Save:
     report: QuantReport | None = None
 
     def name(self, file_name: str) -> str:
-        """What the file ``file_name`` is called in this save."""
+        """The name of the file ``file_name`` in this save."""
         return name_with_id(file_name, self.id) if self.has_own_names else file_name
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What each file with tensors says beside them."""
+        """The metadata of each file with tensors."""
         return {SAVE: self.id}
 
     @property
     def pending_generation_config(self) -> str:
-        """The name of the generation config until ``config.json``, which it belongs to, is in place."""
+        """The name of the generation config until its ``config.json`` is in place."""
         return name_with_id(GENERATION_CONFIG_FILE, self.id)
 
     def text_files(
@@ -168,10 +168,10 @@ class Save:
         tensors: dict[str, Tensor],
         shards: dict[str, list[str]],
     ) -> dict[str, bytes]:
-        """The JSON files of a checkpoint of ``model``, by name: its config, and others where there is need of them.
+        """The JSON files of a checkpoint of ``model``, by name: its config, and others if they are needed.
 
-        ``quantization``: the ``quantization_config``. Of ``tensors``, which ``shards`` puts into files, only sizes
-        count.
+        ``quantization``: the ``quantization_config``. Only the sizes of ``tensors``, which ``shards`` divides into
+        files, matter.
         """
         texts: dict[str, bytes] = {}
         config = {**model_config(model), "quantization_config": {**quantization, SAVE_KEY: self.id}}
@@ -218,7 +218,7 @@ def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 def _check_layers(layers: dict[str, QuantLayer]) -> None:
     for name, layer in layers.items():
-        layer.state_dict()  # which a layer refuses to give if its model is quantized in part
+        layer.state_dict()  # raises if the model is only partly quantized
         for leaf, parameter in layer.named_parameters(recurse=False):
             if leaf not in layer.fixed_names and parameter.dtype not in BIAS_DTYPES:
                 raise ValueError(
@@ -231,7 +231,7 @@ def _check_layers(layers: dict[str, QuantLayer]) -> None:
 
 
 def _warn_unless_it_loads(model: nn.Module, folder: Path) -> None:
-    # A model of one's own, or one that was changed after it was built. Better said now than when it is needed.
+    # For a user's own model, or one changed after it was built: better to warn now than when it is needed.
     try:
         find_matching(folder)
     except CheckpointError as error:

@@ -1,6 +1,6 @@
-"""Weights whose scales may be below 0, in files whose layers take positive ones: the sign goes into the values.
+"""Weights whose scales may be negative in files, for layers that need positive scales: moves signs into the values.
 
-That is exact: in fp8 it is a bit, and in int8 every value but -128 has an opposite.
+That is exact: in fp8 the sign is a bit, and in int8 every value except -128 has an opposite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def note_scaled(
     to_weight: Callable[[Tensor], Tensor] = lambda value: value,
     block: tuple[int, int] | None = None,
 ) -> None:
-    """Notes that a weight and its scale, ``sources``, become those called ``names``: the same values, a scale above 0.
+    """Notes that a weight and its scale, ``sources``, become ``names``, with the same products and positive scales.
 
     ``shapes``: of the weight ``[..., N, K]``, and of its scale, float32 ``[..., N]`` or one for each ``block``.
     """
@@ -38,9 +38,9 @@ def note_scaled(
 
 
 def with_positive_scales(weight: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
-    """``weight`` and ``scale``, as they are, or others with the same products and no scale below 0.
+    """Returns ``weight`` and ``scale``, changed if necessary so that products stay the same and no scale is below 0.
 
-    Raises ``ValueError`` for a -128 that would change its sign.
+    Raises ``ValueError`` for a -128 whose sign would have to change.
     """
     below = scale < 0
     if not bool(below.any()):

@@ -1,6 +1,6 @@
-"""The report of a checkpoint: in a file of its own, with the id of the save, or in the metadata of the weights' files.
+"""The report of a checkpoint: in a file of its own with the id of the save, or in the metadata of the weights' files.
 
-transformers' ``save_pretrained`` lets a quantizer write no file of its own, so there it is in the metadata.
+transformers' ``save_pretrained`` doesn't let a quantizer write a file, so there it is in the metadata.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from qgemm.checkpoint.safetensors_file import check_save, read_metadata
 from qgemm.model.report import QuantReport
 
 REPORT = "qgemm_report"
-"""Where a file's metadata has the report, as JSON."""
+"""The key for the report in a file's metadata; it is JSON."""
 
 
 def report_file(save_id: str, report: dict[str, Any]) -> dict[str, Any]:
-    """What the file of a report holds."""
+    """The content of a report's file."""
     return {SAVE_KEY: save_id, "report": report}
 
 
 def read_report(folder: Path, manifest: Manifest, files: Iterable[Path]) -> dict[str, Any] | None:
-    """The report of the checkpoint in ``folder``, or None if it has none; ``files``: those with its weights.
+    """The report of the checkpoint in ``folder``, or None if it has none; ``files``: the files with its weights.
 
-    Raises ``FileNotFoundError`` if its file isn't there: a download of the weights alone lacks it, and loads. Raises
-    ``CheckpointError`` if it is damaged, or of another save.
+    Raises ``FileNotFoundError`` if the report's file is missing: a download of only the weights lacks it, and still
+    loads. Raises ``CheckpointError`` if the report is damaged, or from another save.
     """
     report = manifest.report
     if report is None:
-        for file in files:  # the same in each
+        for file in files:  # each file contains the same
             text = read_metadata(file).get(REPORT)
             return None if text is None else parse_json(text, file)
     if not isinstance(report, str):
@@ -51,7 +51,7 @@ def read_report(folder: Path, manifest: Manifest, files: Iterable[Path]) -> dict
 
 
 def parse_report(values: dict[str, Any], manifest: Manifest, folder: Path) -> QuantReport:
-    """The report that ``values``, read by ``read_report``, are; raises ``CheckpointError`` if they aren't one."""
+    """Parses ``values`` from ``read_report``; raises ``CheckpointError`` if they aren't a report."""
     try:
         return QuantReport.from_dict(values)
     except (KeyError, TypeError, ValueError) as error:
@@ -60,7 +60,7 @@ def parse_report(values: dict[str, Any], manifest: Manifest, folder: Path) -> Qu
 
 
 def warn_without_report(folder: Path, name: object, stacklevel: int) -> None:
-    """Warns that the file of the report, called ``name``, isn't there."""
+    """Warns that the report's file, called ``name``, is missing."""
     warnings.warn(
         f"{folder} has no {name}: the model is loaded, but qgemm.report lists its layers without errors and without "
         "those left in float",

@@ -1,4 +1,4 @@
-"""The tensors of a model by name: what a checkpoint stores of it, and which of them are one and the same."""
+"""The tensors of a model by name: which of them a checkpoint stores, and which are the same."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def transient_names(model: nn.Module) -> set[str]:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a checkpoint stores: all but the integer buffers that ``state_dict`` leaves out.
+    """The tensors that a checkpoint stores: all except the integer buffers that ``state_dict`` leaves out.
 
-    Those are masks and positions, which building the model makes again. Float ones are kept, because casting a model
-    rounds them: a bfloat16 model loaded without them would not give the same output bit for bit.
+    Those are masks and positions, which are made again when the model is built. Float ones are kept, because casting a
+    model rounds them: a bfloat16 model loaded without them would not give the same output bit for bit.
     """
     transient = transient_names(model)
     return {
@@ -40,20 +40,20 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def find_ties(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Names in ``tensors`` of ``model`` that stand for the same memory as another name, and that name.
+    """For names in ``tensors`` of ``model`` whose memory has another name: that other name.
 
-    That is the first one, but for those that transformers ties to another: another class of the model, which may lack
-    its head, looks for the embedding's.
+    That is the first name, except for tensors that transformers ties to another one: another class of the model, which
+    may lack its head, looks for the embedding's name.
 
-    The same memory means the same storage seen the same way: tensors that only overlap are stored apart. On meta, where
-    there is none, and for subclasses (DTensor), which have theirs elsewhere, it means the same tensor object.
+    The same memory means the same storage with the same view: tensors that only overlap are stored separately. On meta,
+    where there is no memory, and for subclasses (DTensor), whose memory is elsewhere, it means the same tensor object.
     """
     first: dict[tuple[object, ...], str] = {}
     ties = {}
     known = getattr(model, "all_tied_weights_keys", None) or {}
     for name, tensor in sorted(tensors.items(), key=lambda each: each[0] in known):
         if tensor.numel() == 0:
-            continue  # it has no address that tells it from others
+            continue  # it has no address that distinguishes it from others
         if tensor.device.type == "meta" or type(tensor.detach()) is not Tensor:
             place: tuple[object, ...] = (id(tensor),)
         else:
@@ -72,7 +72,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def find_module(model: nn.Module, name: str) -> nn.Module | None:
-    """The module called ``name`` in ``model``, which itself has no name; None if there is none."""
+    """The module ``name`` in ``model``; None if there is none, or for the model itself, whose name is empty."""
     try:
         return model.get_submodule(name) if name else None
     except AttributeError:
@@ -80,25 +80,25 @@ def find_module(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def get_tensor(model: nn.Module, name: str) -> Tensor:
-    """The parameter, buffer or module called ``name``; raises ``AttributeError`` if there is none."""
+    """The parameter, buffer or module ``name``; raises ``AttributeError`` if there is none."""
     owner, leaf = split_name(name)
     module = model.get_submodule(owner)
-    # Of a quantized layer, the attribute is a view of the parameter.
+    # In a quantized layer, the attribute is a view of the parameter.
     tensor: Tensor = module.stored(leaf) if isinstance(module, QuantLayer) else getattr(module, leaf)
     return tensor
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts ``tensor`` where ``model`` has one called ``name``."""
+    """Replaces the tensor ``name`` of ``model`` by ``tensor``."""
     owner, leaf = split_name(name)
     setattr(model.get_submodule(owner), leaf, tensor)
 
 
 def forget_ties(model: nn.Module, layers: Container[str], tied: Container[str]) -> None:
-    """Has a transformers ``model`` tie nothing to a quantized layer that the files hold for itself, such as a head.
+    """Keeps transformers from tying quantized layers of ``model`` that files hold separately, such as a head.
 
-    ``layers``: the names of quantized layers. ``tied``: the aliases that the checkpoint has. transformers would compare
-    the layer's weight with an embedding's, or put that in its place; its config then says that nothing is tied.
+    ``layers``: the names of quantized layers. ``tied``: the aliases in the checkpoint. transformers would compare the
+    layer's weight with an embedding's, or replace it by that; the config then says that nothing is tied.
     """
     pretrained: Any = model
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -113,7 +113,7 @@ def forget_ties(model: nn.Module, layers: Container[str], tied: Container[str]) 
 
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What may stand for each other in the float part of a model: a checkpoint's dtype is kept."""
+"""The dtypes that may replace one another in a model's float part: a checkpoint's dtype is kept."""
 
 BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""What the bias of a quantized layer may be: the kernels take no others."""
+"""The dtypes that a quantized layer's bias may have: kernels accept no others."""

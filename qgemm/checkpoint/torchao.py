@@ -1,13 +1,13 @@
-"""Checkpoints of torchao in safetensors files: int8 and fp8 weights, alone or with activations quantized as they come.
+"""Checkpoints of torchao in safetensors files: int8 and fp8 weights, alone or with activations quantized at run time.
 
-A weight is a tensor of a class of torchao's. The file's metadata has its class and attributes, in JSON under its name
-``<module>.weight``, and the files hold its parts:
+A weight is a tensor of one of torchao's classes. The file's metadata has its class and attributes, as JSON under its
+name ``<module>.weight``, and the files contain its parts:
 
-- ``<module>._weight_qdata``: int8 or float8_e4m3fn ``[N, K]``, also of ``IntxUnpackedToInt8Tensor`` with 4 bits;
-- ``<module>._weight_scale``: ``[N, 1]``, or ``[1, 1]`` for the whole tensor; of int8 ``[N, groups]``, too;
-- ``<module>._weight_zero_point``: int8 of the same shape, with int8.
+- ``<module>._weight_qdata``: int8 or float8_e4m3fn ``[N, K]``, also for ``IntxUnpackedToInt8Tensor`` with 4 bits;
+- ``<module>._weight_scale``: ``[N, 1]``, or ``[1, 1]`` for the whole tensor; for int8 also ``[N, groups]``;
+- ``<module>._weight_zero_point``: int8 of the same shape, for int8.
 
-``Int4Tensor`` isn't read, which has zero points in float, and what is laid out for one kernel isn't, either.
+``Int4Tensor``, which has float zero points, isn't read, nor are layouts made for a single kernel.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _QDATA, _ZERO_POINT = "_weight_qdata", "_weight_zero_point"
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint whose files' metadata say what their tensors are.
+    """Reads the contents of a checkpoint whose files' metadata describe their tensors.
 
-    Raises ``CheckpointError``, naming the layer, for other classes than ``_FORMATS`` has, and for activations that are
-    quantized in another way than row by row.
+    Raises ``CheckpointError``, naming the layer, for classes other than those in ``_FORMATS``, and for activations that
+    aren't quantized row by row.
     """
     contents = Contents.of_files(stored)
     metadata = {path: read_metadata(path) for path in {tensor.path for tensor in stored.values()}}
@@ -57,7 +57,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
 
 def _parse(metadata: dict[str, str], layer: str, path: Path) -> dict[str, Any]:
-    """What the metadata say of the weight of ``layer``, with its class as ``_type``."""
+    """The metadata about the weight of ``layer``, with its class as ``_type``."""
     try:
         about = json.loads(metadata.get(f"{layer}.weight", ""))
         kind, data = about["_type"], dict(about["_data"])
@@ -114,7 +114,7 @@ def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool
     if zero_point is None:
         return
     if symmetric:
-        contents.pass_over(names["zero_point"])  # known already
+        contents.pass_over(names["zero_point"])  # already read
     elif by_row or zero_point.dtype != torch.int8 or zero_point.shape != scale.shape or scale.shape != shape:
         raise CheckpointError(
             f"{path}: {names['zero_point']} is {zero_point}; qgemm reads zero points of whole numbers, with "
@@ -135,7 +135,7 @@ def _bits(about: dict[str, Any], layer: str, path: Path) -> int:
 
 
 def _group_size(about: dict[str, Any], K: int) -> int | None:
-    """How many columns share a scale, if the metadata say that it is a part of a row."""
+    """How many columns share a scale, if that is only a part of a row according to the metadata."""
     block = about.get("block_size")
     size = block[1] if isinstance(block, list) and len(block) == 2 and block[0] == 1 else K
     return size if type(size) is int and 0 < size < K and K % size == 0 else None
@@ -148,7 +148,7 @@ def _pack(values: Tensor) -> Tensor:
 
 
 def _rounds_rows(contents: Contents, about: dict[str, Any], layer: str, path: Path) -> bool:
-    """Whether activations are quantized, each row as it comes. Raises ``CheckpointError`` for another way."""
+    """Whether activations are quantized at run time, row by row. Raises ``CheckpointError`` for other ways."""
     rounding = about.get("activation_quantization") or about.get("apply_int8_act_asym_per_token_quant") or None
     if rounding in ("int8_asym_per_token", True):
         contents.note("activations stay in float, which the checkpoint has rounded to int8 with zero points")

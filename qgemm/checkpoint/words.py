@@ -1,7 +1,7 @@
 """Values of a few bits packed into int32 words or bytes, low bits first, as other libraries store them.
 
-Value i of a row is in bits ``bits * i`` to ``bits * i + bits - 1`` of it, counted from the first word's lowest. These
-are the fields as they are, from 0 up: what they stand for is the format's business.
+Value i of a row is in its bits ``bits * i`` to ``bits * i + bits - 1``, counted from the lowest bit of the first word.
+These are unsigned fields, from 0 up: the format defines what they stand for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from qgemm.numerics.integers import cdiv
 
-# Temporaries are of so many values at a time, which a CPU's cache holds from one step to the next.
+# Temporaries have this many values at a time, which a CPU's cache holds from one step to the next.
 _PIECE = 1 << 20
 
 
@@ -25,15 +25,15 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_words(fields: Tensor, bits: int) -> Tensor:
-    """int32 ``[n, ceil(count * bits / 32)]`` from uint8 ``[n, count]``; what is left over in the last word is 0."""
+    """int32 ``[n, ceil(count * bits / 32)]`` from uint8 ``[n, count]``; the rest of the last word is 0."""
     count = fields.shape[1]
     padded = F.pad(fields, (0, cdiv(count * bits, 32) * (32 // bits) - count))
     return _contiguous(pack_nibbles(padded) if bits == 4 else padded).view(torch.int32)
 
 
 def unpack_nibbles(octets: Tensor, high_first: bool = False) -> Tensor:
-    """uint8 ``[..., 2 * n]``, 0 to 15, from bytes ``[..., n]``: the low four bits come first, or the high ones."""
-    # Two bytes at a time: to interleave two tensors of bytes takes a CPU 3 to 4 times as long.
+    """uint8 ``[..., 2 * n]``, 0 to 15, from bytes ``[..., n]``: the low four bits first, or the high ones."""
+    # Two bytes at a time: interleaving two tensors of bytes takes a CPU 3 to 4 times as long.
     pairs = octets.to(torch.int16, memory_format=torch.contiguous_format)
     first, second = (pairs >> 4, pairs << 8) if high_first else (pairs, pairs << 4)
     return second.bitwise_or_(first).bitwise_and_(0x0F0F).view(torch.uint8)
@@ -45,12 +45,12 @@ def pack_nibbles(fields: Tensor) -> Tensor:
 
 
 def select_columns(values: Tensor, columns: Tensor) -> Tensor:
-    """``values[:, columns]``, a column in one piece. Where rows are, a CPU moves one value after the other."""
+    """``values[:, columns]``, with contiguous columns. With contiguous rows, a CPU would move values one by one."""
     return values.t().contiguous().index_select(0, columns).t()
 
 
 def by_rows(make: Callable[[Tensor], Tensor], rows: Tensor, columns: int) -> Tensor:
-    """``make(rows)``, which makes a row of each, computed for some at a time. ``columns``: the values of a row."""
+    """``make(rows)``, a function that acts row by row, for some rows at a time. ``columns``: the values in a row."""
     step = max(1, _PIECE // max(columns, 1))
     if rows.shape[0] <= step:
         return make(rows)
@@ -63,5 +63,5 @@ def by_rows(make: Callable[[Tensor], Tensor], rows: Tensor, columns: int) -> Ten
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    # A matrix of one column counts as contiguous whatever its stride there, and then can't be seen as bytes.
+    # A matrix with one column counts as contiguous whatever its stride there, but then can't be viewed as bytes.
     return tensor if tensor.stride() == (tensor.shape[1], 1) else tensor.clone(memory_format=torch.contiguous_format)
