@@ -1,4 +1,4 @@
-"""Fused layers in models: which, how they are found (``structure.py``), and whether they compute the same."""
+"""Fused layers in models: how they are found (``structure.py``), and the check that they compute the same."""
 
 from qgemm.fusion.fuse import fuse, fusion_report, unfuse
 from qgemm.fusion.report import FusionRecord, FusionReport

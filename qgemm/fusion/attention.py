@@ -1,4 +1,4 @@
-"""How an attention module computes, by its children, their names and its code."""
+"""How an attention module computes, according to its children, their names and its code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.position_bias import POSITION_BIAS, PositionBias, attend
 from qgemm.nn.blocks.steps import NormStep
 
-# Queries, keys and values; one layer that has them all.
+# The names of queries, keys and values, or of a single layer for all of them.
 _QUERY_KEY_VALUE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -46,7 +46,7 @@ _QUERY_KEY_VALUE = (
     ("Wqkv",),
     ("qkv",),
     ("q_proj", "k_proj"),  # values are the keys
-    ("q_proj",),  # keys and values are another layer's
+    ("q_proj",),  # keys and values come from another layer
 )
 _BY_HEAD = ("query_key_value",)
 _LATENTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
@@ -60,13 +60,13 @@ _HEAD_NORMS = (
 _VALUE_NORM = "v_norm"
 _FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 _ROTATE, _ROTATE_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
-_ROTATIONS = "apply_rotary"  # how the names of all rotations begin
+_ROTATIONS = "apply_rotary"  # the common beginning of all rotations' names
 _SCALE_BY_POSITION = "get_llama_4_attn_scale"
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 _COMPUTE_BIAS, _BIAS_TABLE = "compute_bias", "relative_attention_bias"
 _BIAS_ARGUMENTS = ["query_length", "key_length", "device", "past_seen_tokens"]
 _MASKS = ("attention_mask", "mask")
-# All that the code of attention names if it is softmax(q @ k.T * scale + bias + mask) @ v, and its arguments.
+# All names in the code of attention that is just softmax(q @ k.T * scale + bias + mask) @ v, and its arguments.
 _OPERATORS = {
     *("torch", "nn", "functional", "math", "matmul", "softmax", "Softmax", "sqrt", "dropout"),
     *("view", "reshape", "transpose", "permute", "contiguous", "size", "shape"),
@@ -77,7 +77,7 @@ _ARGUMENTS = {"self", "hidden_states", *_MASKS, POSITION_BIAS, "output_attention
 
 @dataclass(frozen=True)
 class OneByOne:
-    """``(q, k, cos, sin) -> (q, k)`` of a function that turns one of them at a time."""
+    """``(q, k, cos, sin) -> (q, k)`` from a function that rotates one of them at a time."""
 
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -88,7 +88,7 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class OfTokens:
-    """``(q, k, cos, sin) -> (q, k)`` of a function that turns heads ``[B, S, H, D]``."""
+    """``(q, k, cos, sin) -> (q, k)`` from a function that rotates heads ``[B, S, H, D]``."""
 
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -100,7 +100,7 @@ class OfTokens:
 
 @dataclass(frozen=True)
 class ByComplexNumbers:
-    """``(q, k, cos, sin) -> (q, k)`` of a function that multiplies heads ``[B, S, H, D / 2]`` by complex numbers."""
+    """``(q, k, cos, sin) -> (q, k)`` from a function that multiplies heads ``[B, S, H, D / 2]`` by complex numbers."""
 
     rotate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -113,9 +113,9 @@ class ByComplexNumbers:
 def find_attention(
     attention: Any, out: nn.Module | None, defaults: Mapping[str, Any], call: Call, untold: Collection[str]
 ) -> FusedAttention | FusedLatentAttention:
-    """How ``attention`` computes, whose last layer is ``out``, in a layer of which there was a ``call``.
+    """How ``attention`` computes, whose last layer is ``out``, in a layer that was called with ``call``.
 
-    ``defaults``: the arguments of the layer's ``forward``; ``untold``: those that aren't for its attention.
+    ``defaults``: the arguments of the layer's ``forward``; ``untold``: those that its attention doesn't get.
     """
     if out is None:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
@@ -185,7 +185,7 @@ def find_attention(
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether ``module`` has projections of known names."""
+    """Whether ``module`` has projections with known names."""
     names = [each for each in _QUERY_KEY_VALUE if all(map(module._modules.get, each))]
     return bool(names) and any(map(module._modules.get, OUT))
 
@@ -193,7 +193,7 @@ def is_attention(module: nn.Module) -> bool:
 def find_cross_attention(
     attention: Any, out: nn.Module | None, names: Mapping[str, str | None], defaults: Mapping[str, Any], call: Call
 ) -> FusedCrossAttention:
-    """How ``attention`` to an encoder computes. ``names``: what arguments of the layer are called there."""
+    """How ``attention`` to an encoder computes. ``names``: its names for the layer's arguments."""
     projections = next((own for own in _QUERY_KEY_VALUE if all(map(attention._modules.get, own))), ())
     if out is None or len(projections) != 3:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
@@ -223,10 +223,11 @@ def find_cross_attention(
 
 
 def _with_scaled_queries(candidates: Sequence[Any]) -> list[Any]:
-    """``candidates``, and ahead of them the same that scale queries where the code has a 1.0, as of scores.
+    """Adds variants of ``candidates`` that scale queries instead of scores.
 
-    That may be of something else, as in Llama 4; what differs are roundings. Behind them those of models whose scores
-    have a scale of 1 because they scale queries, as ESM.
+    They come first if the code contains a 1.0, as a scale of scores would be. It may have another meaning, as in Llama
+    4; the variants differ only in roundings. If the scores' scale is 1, because the model scales queries itself, as ESM
+    does, variants come last.
     """
     if candidates[0].scaling == 1.0:
         return [*candidates, *(replace(each, query_scaling=each.head_dim**-0.5) for each in candidates)]
@@ -236,9 +237,9 @@ def _with_scaled_queries(candidates: Sequence[Any]) -> list[Any]:
 
 
 def _check_uses_all(attention: nn.Module, *used: nn.Module | None) -> None:
-    """Raises ``NotFused`` if there is more in ``attention`` than ``used``, which a few tokens may not show.
+    """Raises ``NotFused`` if ``attention`` has more parts than ``used``, whose effect a few tokens may not show.
 
-    An indexer chooses the keys that are seen once there are more of them than it keeps.
+    For example, an indexer only chooses keys if there are more of them than it keeps.
     """
     own = attention._modules.items()
     others = [name for name, child in own if child is not None and child not in used and [*child.parameters()]]
@@ -248,7 +249,7 @@ def _check_uses_all(attention: nn.Module, *used: nn.Module | None) -> None:
 
 
 def _check_knows_functions(attention: nn.Module) -> None:
-    """Raises ``NotFused`` if ``attention`` calls other functions of its file, whose part a few tokens may not show."""
+    """Raises ``NotFused`` if ``attention`` calls other functions of its file: few tokens may not show their effect."""
     module = sys.modules[type(attention).__module__]
     for name in sorted({*code_of(attention).co_names} - {_EAGER, _SCALE_BY_POSITION}):
         function = getattr(module, name, None)
@@ -258,13 +259,13 @@ def _check_knows_functions(attention: nn.Module) -> None:
 
 
 def _cache_name(attention: nn.Module, defaults: Mapping[str, Any]) -> str:
-    """What the layer calls its cache, whose arguments are ``defaults``, or else its ``attention``."""
+    """The name of the cache among the layer's arguments, ``defaults``, or else among those of ``attention``."""
     names = {*defaults, *inspect.signature(type(attention).forward).parameters}
     return next((name for name in CACHES if name in names), CACHES[0])
 
 
 def constants_of(module: nn.Module) -> list[Any]:
-    """What is passed in calls that the module's ``forward`` makes, and by which names, among others."""
+    """The constants in the module's ``forward``, among them values in calls and their names."""
     found: list[Any] = []
     for constant in code_of(module).co_consts:
         found += constant if isinstance(constant, tuple) else [constant]
@@ -272,9 +273,9 @@ def constants_of(module: nn.Module) -> list[Any]:
 
 
 def _told(attention: Any) -> tuple[Any, Any, float, int]:
-    """transformers' attention functions by name, the module's own, what scores are multiplied by, and the heads' size.
+    """transformers' attention functions by name, the module's own, the scale of scores, and the size of heads.
 
-    Raises ``NotFused`` for a module that doesn't call them.
+    Raises ``NotFused`` for a module that doesn't call such functions.
     """
     module = sys.modules[type(attention).__module__]
     functions, eager = (getattr(module, name, None) for name in (_FUNCTIONS, _EAGER))
@@ -291,9 +292,9 @@ def _told(attention: Any) -> tuple[Any, Any, float, int]:
 
 
 def _names_operators_alone(attention: nn.Module) -> bool:
-    """Whether the code of ``attention`` has projections, what a softmax of scores takes, and nothing else.
+    """Whether the code of ``attention`` only uses projections and the operations of a softmax of scores.
 
-    Then it computes the same for all tokens; which scale it has and what it adds is verified.
+    If so, it computes the same for all tokens; its scale, and what it adds, are verified.
     """
     code = code_of(attention)
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARKEYWORDS)
@@ -304,7 +305,7 @@ def _names_operators_alone(attention: nn.Module) -> bool:
 
 
 def _position_bias(attention: Any) -> tuple[PositionBias | None, nn.Module | None]:
-    """What the module adds to scores if it is given nothing, and the module of what it has learned for that."""
+    """The bias that the module adds to scores if it gets none, and the module of its learned part."""
     compute = getattr(attention, _COMPUTE_BIAS, None)
     if compute is None or POSITION_BIAS not in constants_of(attention):
         return None, None
@@ -315,7 +316,7 @@ def _position_bias(attention: Any) -> tuple[PositionBias | None, nn.Module | Non
 
 
 def _name_of(attention: nn.Module, names: Sequence[str]) -> str:
-    """Which of ``names`` is an argument of ``attention``; the first if none is."""
+    """The one of ``names`` that is an argument of ``attention``; the first if none is."""
     parameters = inspect.signature(type(attention).forward).parameters
     return next((name for name in names if name in parameters), names[0])
 
@@ -332,7 +333,7 @@ def _rotate(attention: nn.Module) -> Any:
     if len(called) == 1 and name == _ROTATE_COMPLEX and needed[2:] == ["freqs_cis"]:
         return ByComplexNumbers(function)
     if len(called) == 1 and name == _ROTATE:
-        # Whose second argument is the keys, or cosines already.
+        # Its second argument is either the keys, or already the cosines.
         return OneByOne(function) if parameters[1].name == "cos" else function
     if len(called) == 1 and needed == ["q", "k", "cos", "sin"]:
         return OfTokens(function)
@@ -340,14 +341,14 @@ def _rotate(attention: nn.Module) -> Any:
 
 
 def _temperature(attention: Any) -> Temperature | None:
-    """What queries are multiplied by in a layer without positions of its own, as its attributes say."""
+    """The factor of queries in a layer without positions of its own, according to its attributes."""
     if not getattr(attention, "attn_temperature_tuning", False) or getattr(attention, "use_rope", True):
         return None
     return Temperature(attention.floor_scale, attention.attn_scale)
 
 
 def _position_scale(attention: Any) -> PositionScale | None:
-    """What queries are multiplied by by their position, which is 1 for the first thousands."""
+    """The factor of queries by their position, which is 1 for the first thousands."""
     if _SCALE_BY_POSITION not in code_of(attention).co_names:
         return None
     function: Any = getattr(sys.modules[type(attention).__module__], _SCALE_BY_POSITION)
@@ -358,7 +359,7 @@ def _position_scale(attention: Any) -> PositionScale | None:
 def _values(
     attention: nn.Module, of_keys: bool, norms: HeadNorms | None, head_dim: int
 ) -> tuple[str, nn.Module | None]:
-    """Where values come from, as ``FusedAttention.values``, and the module of their norm."""
+    """The source of values, as in ``FusedAttention.values``, and the module of their norm."""
     norm = attention._modules.get(_VALUE_NORM)
     if norm is None:
         if of_keys:
@@ -375,7 +376,7 @@ def _kind(norm: Norm) -> tuple[float, bool]:
 
 
 def _shared(attention: Any) -> SharedStates | None:
-    """What the module has in common with others, as its attributes say."""
+    """The states that the module shares with others, according to its attributes."""
     if SHARED_STATES not in inspect.signature(type(attention).forward).parameters:
         return None
     takes, stores = (getattr(attention, name, False) for name in ("is_kv_shared_layer", "store_full_length_kv"))
@@ -383,7 +384,7 @@ def _shared(attention: Any) -> SharedStates | None:
 
 
 def _nearest(candidates: Sequence[Any], call: Call, defaults: Mapping[str, Any]) -> Any:
-    """The one of ``candidates`` that is nearest to its module, which several may compute but for roundings."""
+    """The one of ``candidates`` that is nearest to its module; several may compute the same except for roundings."""
     best, least = candidates[0], float("inf")
     for candidate in candidates:
         error = error_of_attention(candidate, call, defaults)
@@ -439,7 +440,7 @@ def _head_norms(attention: nn.Module, head_dim: int) -> HeadNorms | None:
         query, key = (attention._modules.get(name) for name in names)
         if query is None or isinstance(query, nn.Identity) or (key is None and not hasattr(attention, names[0])):
             continue
-        key = query if key is None else key  # of no keys
+        key = query if key is None else key  # if there are no keys
         weight = query._parameters.get("weight")
         if weight is None:
             return HeadNorms(query, key, None, "transposed")

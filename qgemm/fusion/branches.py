@@ -1,4 +1,4 @@
-"""The branches of a layer that aren't attention: MLPs, mixtures of experts, and what comes of a layer's own input."""
+"""The branches of a layer other than attention: MLPs, mixtures of experts, and a branch for a separate input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
 from qgemm.nn.experts import QuantExperts, QuantSortedExperts
 
-# The layers of an MLP before its activation, the one after, and whether it is gated.
+# The layers of an MLP before its activation, the layer after it, and whether it is gated.
 MLP_LAYERS = (
     (("gate_proj", "up_proj"), "down_proj", True),
     (("gate_up_proj",), "down_proj", True),
@@ -41,30 +41,30 @@ MLP_LAYERS = (
 )
 ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn", "gelu_impl")
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
-# Of a mixture, besides its experts.
+# The names of a mixture's router.
 _ROUTER = ("gate", "router")
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 _SHARED_GATE = "shared_expert_gate"
-# Of a layer whose mixture is beside its MLP: norms ahead of the experts, and behind both.
+# For a layer with a mixture in parallel with its MLP: norms before the experts, and after both.
 BESIDE = ("router", "experts")
 BESIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
-# Of a layer with an input of its own.
+# For a layer with a separate input.
 LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection")
 LAYER_INPUT_NORM = "post_per_layer_input_norm"
 
 
-# What an attribute with the limit of values in a module is called.
+# Names of attributes with a limit of values in a module.
 _LIMITS = ("clip_qkv", "limit", "swiglu_limit")
 
 
 class NotFused(Exception):
-    """Why a branch isn't fused."""
+    """The reason why a branch isn't fused."""
 
 
 def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, bool], activation: str) -> FusedMlp:
-    """The MLP that the child ``mlp`` of ``layer`` is, or the layer itself.
+    """The MLP in the child ``mlp`` of ``layer``, or in the layer itself.
 
-    ``activation``: its dotted name; that of the MLP where it is a function in its code.
+    ``activation``: its dotted name; the MLP's name if the activation is a function in its code.
     """
     names, last, gated = layers
     first, down = ([layer.get_submodule(dotted(mlp, each)) for each in own] for own in (names, (last,)))
@@ -77,9 +77,9 @@ def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, boo
 
 
 def find_scales(layer: nn.Module, branches: int) -> tuple[tuple[nn.Module, str], ...]:
-    """The vectors that the outputs of ``layer``'s ``branches`` are multiplied by, as its code comes to them, if any.
+    """The vectors that multiply the outputs of the ``branches`` of ``layer``, in the order of its code, if any.
 
-    Each as its holder, the layer or a child, and its name there. Raises ``NotFused`` if the layer has other parameters.
+    Each is given as its holder, the layer or a child, and its name there. Raises ``NotFused`` for other parameters.
     """
     found: list[tuple[nn.Module, str]] = []
     for name in code_of(layer).co_names:
@@ -95,7 +95,7 @@ def find_scales(layer: nn.Module, branches: int) -> tuple[tuple[nn.Module, str],
 
 
 def find_layer_input(layer: nn.Module) -> FusedLayerInput:
-    """What ``layer`` makes of the input that it has of its own."""
+    """The branch of ``layer`` that reads a separate input."""
     gate, projection = (layer.get_submodule(name) for name in LAYER_INPUT)
     if reason := why_apart([gate]) or why_apart([projection]):
         raise NotFused(reason)
@@ -104,12 +104,12 @@ def find_layer_input(layer: nn.Module) -> FusedLayerInput:
 
 
 def find_mixture(module: nn.Module, call: Call, beside: nn.Module | None = None) -> FusedMixture:
-    """The mixture that ``module`` is, in a layer of which there was a ``call``. ``beside``: a shared expert there."""
+    """The mixture in ``module``, in a layer that was called with ``call``. ``beside``: a shared expert there."""
     own = module._modules.items()
     children = {name: child for name, child in own if child is not None and not isinstance(child, nn.Identity)}
     router, shared, experts = child_of(module, _ROUTER), child_of(module, _SHARED), children.get("experts")
     others = set(children) - {router, shared, _SHARED_GATE, "experts"}
-    buffers = set(module._buffers) - {*CHOICE_BIAS}  # MiniMax-M2's router is called with it
+    buffers = set(module._buffers) - {*CHOICE_BIAS}  # MiniMax-M2's router gets it as an argument
     if type(experts) not in (QuantExperts, QuantSortedExperts) or not router or others or module._parameters or buffers:
         raise NotFused(f"{type(module).__name__} is called as it is")
     step, gate = find_router(children[router], module), children.get(_SHARED_GATE)
@@ -123,7 +123,7 @@ def find_mixture(module: nn.Module, call: Call, beside: nn.Module | None = None)
 def find_mlp_and_mixture(
     layer: nn.Module, mlp: FusedMlp, norms: tuple[str, str], steps: Mapping[str, NormStep]
 ) -> MlpAndMixture:
-    """``mlp`` and the mixture beside it in ``layer``. ``norms``: those ahead of and behind the MLP by itself."""
+    """``mlp`` and the parallel mixture in ``layer``. ``norms``: the names of those before and after the MLP alone."""
     router, experts = (layer.get_submodule(name) for name in BESIDE)
     if type(experts) is not QuantExperts:
         raise NotFused(f"its experts are of class {type(experts).__name__}, not QuantExperts")
@@ -133,7 +133,7 @@ def find_mlp_and_mixture(
 
 
 def check_has_no_limits(module: nn.Module) -> None:
-    """Raises ``NotFused`` if ``module`` limits values, to less than their dtype does: a few tokens may not show it."""
+    """Raises ``NotFused`` if ``module`` limits values below their dtype's range: a few tokens may not show it."""
     names = {*code_of(module).co_names}
     if not {"clamp", "clamp_"} & names or "finfo" in names:
         return
@@ -144,17 +144,17 @@ def check_has_no_limits(module: nn.Module) -> None:
 
 
 def dotted(*names: str) -> str:
-    """The path of the names that aren't empty."""
+    """The dotted path of the names that aren't empty."""
     return ".".join(name for name in names if name)
 
 
 def child_of(module: nn.Module, names: Sequence[str]) -> str:
-    """Which of ``names`` is a child of ``module``; empty if none is."""
+    """The one of ``names`` that is a child of ``module``; empty if none is."""
     return next((name for name in names if module._modules.get(name) is not None), "")
 
 
 def merge(layers: Sequence[Any]) -> MergedWeights:
-    """``layers`` in one product."""
+    """Merges ``layers`` into one product."""
     if reason := why_apart(layers):
         raise NotFused(reason)
     merged = layers[0].merged
@@ -180,6 +180,6 @@ def _function(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def code_of(module: nn.Module) -> CodeType:
-    """That of its ``forward``."""
+    """The code of its ``forward``."""
     code: CodeType = inspect.unwrap(type(module).forward).__code__
     return code

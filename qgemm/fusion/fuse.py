@@ -1,4 +1,4 @@
-"""``fuse``: has the layers of a quantized transformer compute as few kernels, in place; ``unfuse`` undoes it."""
+"""``fuse``: makes the layers of a quantized transformer compute in fewer kernels, in place; ``unfuse`` undoes it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ Model = TypeVar("Model", bound=nn.Module)
 def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     """Fuses the kernels of a quantized transformer's layers, in place, and returns ``model``.
 
-    Layers with the same input become one product; norms, residuals and activations are fused with the kernels before
-    or after them. Modules, parameters and their names stay, so that saving, loading, adapters and hooks work as before.
+    Layers with the same input become one product; norms, residuals and activations are fused with the kernels before or
+    after them. Modules, parameters and their names stay, so that saving, loading, adapters and hooks work as before.
     Calls that a fused layer doesn't support (training, attention weights, hooks on modules that it bypasses) run the
     model's own code. ``qgemm.fusion_report(model)`` lists what was fused, and why the rest wasn't.
 
-    Each fused layer is compared with the original one before it replaces it. ``inputs`` are keyword arguments of the
+    Each fused layer is compared with the original one before it replaces it. ``inputs``: keyword arguments of the
     model's forward for this comparison; None uses a few tokens. A layer whose outputs differ stays as it was.
 
-    Raises ``ValueError`` for a model without quantized layers. Fuse again after layers were added or replaced.
+    Raises ``ValueError`` for a model without quantized layers. Call it again after layers were added or replaced.
     """
     check_model(model)
     if not any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ValueError(f"{type(model).__name__} holds no quantized layer to fuse: call quantize_model first")
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if is_layer(module)}
-    # A part of a layer, as MPNet's attention with its norm, is none itself.
+    # A part of a layer, such as MPNet's attention with its norm, isn't a layer itself.
     layers = {name: module for name, module in layers.items() if name.rpartition(".")[0] not in layers}
     mlps = {name: module for name, module in modules.items() if is_mlp(module) and name not in layers}
     for module in modules.values():
@@ -60,7 +60,7 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
 
 
 def unfuse(model: Model) -> Model:
-    """Undoes ``fuse``, in place, and returns ``model``: every layer computes as its class says."""
+    """Undoes ``fuse``, in place, and returns ``model``: every layer computes as its class does again."""
     check_model(model)
     for module in model.modules():
         unbind(module)
@@ -69,7 +69,7 @@ def unfuse(model: Model) -> Model:
 
 
 def fusion_report(model: nn.Module) -> FusionReport:
-    """What ``fuse`` did to ``model``. Raises ``ValueError`` if it did nothing yet."""
+    """Reports what ``fuse`` did to ``model``. Raises ``ValueError`` if it wasn't called yet."""
     check_model(model)
     stored = getattr(model, "_qgemm_fusions", None)
     if not isinstance(stored, FusionReport):
@@ -80,19 +80,19 @@ def fusion_report(model: nn.Module) -> FusionReport:
 def _fuse_layers(
     layers: Mapping[str, nn.Module], mlps: Mapping[str, nn.Module], calls: Mapping[Any, Call], problem: str
 ) -> dict[str, FusionRecord]:
-    """Fuses ``layers``, and those of ``mlps`` that aren't part of one; ``problem``: why there are no ``calls``."""
+    """Fuses ``layers``, and ``mlps`` that aren't part of a layer; ``problem``: why there are no ``calls``."""
     records = {name: _fuse_layer(name, layer, calls.get(layer), problem) for name, layer in layers.items()}
     for name, mlp in mlps.items():
-        # Others are part of a layer.
+        # The other MLPs are part of a layer.
         if not any(name.startswith(f"{layer}.") and "mlp" in record.parts for layer, record in records.items()):
             record = _fuse_layer(name, mlp, calls.get(mlp), problem)
-            if record.parts or name.rpartition(".")[0] not in layers:  # whose record has the reason
+            if record.parts or name.rpartition(".")[0] not in layers:  # otherwise the layer's record has the reason
                 records[name] = record
     return records
 
 
 def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) -> FusionRecord:
-    """Fuses a layer, or an MLP by itself, of which there was a ``call``."""
+    """Fuses a layer, or a separate MLP, that was called with ``call``."""
     kind = type(layer).__name__
     if call is None:
         reason = problem or "it can't be verified: the model's forward doesn't call it, or by old names of arguments"
@@ -102,7 +102,7 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
     with random_values(layer) as are_random:
         try:
             its_call = called_again(layer, call, arguments_of(layer)) if are_random else call
-        except Exception as raised:  # anything that a layer may raise
+        except Exception as raised:  # a layer may raise anything
             reason = f"it can't be verified: it can't be called again ({type(raised).__name__}: {raised})"
             return FusionRecord(name, kind, (), reason, None)
         found = _find_candidates(layer, its_call)
@@ -129,7 +129,7 @@ def _find_candidates(layer: nn.Module, call: Call) -> Candidates:
 
 
 def _why_it_waits(layer: nn.Module, fused: FusedLayer) -> str:
-    """Why ``layer`` computes as its class for now; empty if it doesn't."""
+    """Why ``layer`` computes as its class does for now; empty if it doesn't."""
     if not (watched := fused.watched()):
         return ""
     name = next(name for name, module in layer.named_modules() if module is watched[0])
@@ -137,7 +137,7 @@ def _why_it_waits(layer: nn.Module, fused: FusedLayer) -> str:
 
 
 def _fuse_others(modules: Mapping[str, nn.Module]) -> Iterator[FusionRecord]:
-    """Fuses the norms and rotary embeddings that are called: outside of fused layers, and some in them."""
+    """Fuses the norms and rotary embeddings that are called: those outside of fused layers, and some inside."""
     layers = [fused for fused in map(fused_of, modules.values()) if isinstance(fused, FusedLayer)]
     passed_over = {module for fused in layers for _, _, module in fused.passed_over}
     for name, module in modules.items():
@@ -152,7 +152,7 @@ def _fuse_others(modules: Mapping[str, nn.Module]) -> Iterator[FusionRecord]:
 
 
 def _fuse_siblings(modules: Mapping[str, nn.Module], watch: SiblingWatch) -> Iterator[FusionRecord]:
-    """Merges the layers outside of fused ones that read one input; their products have the bits that they had."""
+    """Merges layers outside of fused ones that read the same input, if their products keep the same bits."""
     for name, layers in list(watch.found()):
         siblings = Siblings(layers)
         for place, layer in enumerate(layers):
@@ -163,7 +163,7 @@ def _fuse_siblings(modules: Mapping[str, nn.Module], watch: SiblingWatch) -> Ite
 def _calls(
     model: nn.Module, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None, watch: SiblingWatch
 ) -> tuple[dict[Any, Call], str]:
-    """A call of each layer; or why there are none."""
+    """A call of each layer; or why there are no calls."""
     if any(parameter.is_meta for parameter in model.parameters()) and not any(
         hasattr(module, "_hf_hook") for module in model.modules()
     ):
@@ -172,13 +172,13 @@ def _calls(
         return {}, "pass inputs, on which it can be verified"
     try:
         return record_calls(model, layers.values(), inputs, watch), ""
-    except Exception as error:  # anything that a model's forward may raise
+    except Exception as error:  # a model's forward may raise anything
         given = "its own dummy_inputs: pass others as inputs" if inputs is None else "the inputs passed"
         return {}, f"it can't be verified: the model can't take {given} ({type(error).__name__}: {error})"
 
 
 def _returns_bias(call: Call) -> bool:
-    """Whether a layer returns the biases of positions that it was given or made, and not attention's weights."""
+    """Whether a layer returns the position bias that it got or made, instead of attention's weights."""
     given, returned = call.others.get("position_bias", ...), call.output[1]
     return returned is not None and (given is None or (isinstance(given, Tensor) and torch.equal(given, returned)))
 
@@ -196,7 +196,7 @@ def _why_not_returned(fused: FusedLayer, call: Call, returned: int) -> str:
 
 
 def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer | None, float | None, str]:
-    """The one of ``candidates`` that computes what the layer does in ``call``, its error, and why it is none."""
+    """The one of ``candidates`` that computes what the layer does in ``call``, its error, and why none does."""
     if not candidates:
         return None, None, ""
     returned = len(call.output) if isinstance(call.output, tuple) else 0

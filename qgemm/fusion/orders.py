@@ -1,4 +1,4 @@
-"""In which order the norms of a layer and its branches follow one another: by their names, or by the layer's code."""
+"""The order of a layer's norms and branches, according to the norms' names or the layer's code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qgemm.nn.blocks.layer import Form
 
 @dataclass(frozen=True)
 class Norms:
-    """What the norms of a layer are called; and how the layer's parts follow one another."""
+    """The names of a layer's norms, and how the layer's parts follow one another."""
 
     attention: str = ""
     attention_out: str = ""
@@ -23,7 +23,7 @@ class Norms:
 
     @property
     def names(self) -> set[str]:
-        """What they are called."""
+        """The names of the norms."""
         return {self.attention, self.attention_out, self.mlp, self.mlp_out} - {""}
 
 
@@ -46,9 +46,9 @@ NORMS = (
 
 
 def orders_of_parts(layer: nn.Module, norms: Collection[str], mixer: str, mlp: str) -> list[Norms]:
-    """How ``norms`` of other names may follow one another: as the code of ``layer`` comes to them and its parts.
+    """The possible orders of ``norms`` with other names: the order in which the code of ``layer`` uses norms and parts.
 
-    ``mixer``, ``mlp``: their names. Where the layer itself has no MLP, the modules that have its parts come in order.
+    ``mixer``, ``mlp``: their names. If the layer itself has no MLP, the modules that contain its parts come in order.
     """
     if not mlp and "intermediate" in layer._modules:
         of_mixer, of_mlp = norms
@@ -60,7 +60,7 @@ def orders_of_parts(layer: nn.Module, norms: Collection[str], mixer: str, mlp: s
     first, second = parts.index(mixer), parts.index(mlp)
     before, between, behind = parts[:first], parts[first + 1 : second], parts[second + 1 :]
     one, two, last = (each[0] if each else "" for each in (before, between, behind))
-    # The code comes to a call before its arguments: mlp(norm(x)) has the norm behind.
+    # The code names a call before its arguments, so in mlp(norm(x)) the norm comes after.
     shape = len(before), len(between), len(behind)
     if shape == (1, 0, 0):
         return [Norms(one, form="side by side")]
@@ -83,7 +83,7 @@ def orders_of_parts(layer: nn.Module, norms: Collection[str], mixer: str, mlp: s
 
 
 def is_of_other_form(layer: nn.Module, orders: Sequence[Norms], order: Norms) -> bool:
-    """Whether ``layer`` says that of the forms for norms of these names it has another than ``order``."""
+    """Whether ``layer`` states that its form isn't that of ``order``, where the norms' names fit several forms."""
     if len(orders) == 1:
         return False
     if hasattr(layer, "do_layer_norm_before"):

@@ -1,7 +1,7 @@
-"""What a module computes, by its numbers: which norm, activation, rotation and choice of experts.
+"""What a module computes, according to its numbers: its norm, activation, rotation or choice of experts.
 
-Names of classes don't tell: what is called RMSNorm rounds in three ways. So a module runs on random bfloat16 values,
-where every rounding shows, and is taken for what gives the same bits.
+Class names don't tell: modules called RMSNorm round in three different ways. So a module runs on random bfloat16
+values, which show every rounding, and is identified with the operation that gives the same bits.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from qgemm.nn.blocks.attention import Rotation
 from qgemm.nn.blocks.mixture import RouterStep, ScaledRouter
 
 _ROWS, _VALUES = 16, 4096
-# Of logits whose sigmoids are 1, so that it shows which are compared, and of values beyond the limit of an activation.
+# Logits with sigmoids of 1 show which values are compared, and such values exceed the limit of an activation.
 _LARGE = 30.0
 _MAX_UNLIKE = 0.01
-"""The fraction of values that may differ: sums in another order do that; a rounding more or less changes a quarter."""
+"""The fraction of values that may differ, from another order of sums; a rounding more or less changes a quarter."""
 
 
 @one_thread()
 @torch.no_grad()
 def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
-    """The norm that ``module`` computes; None if it is none that is known.
+    """The norm that ``module`` computes; None if it isn't a known one.
 
-    ``columns``: how many values it takes, for one without a weight, whose weight counts as 1.
+    ``columns``: the number of values that a norm without a weight reads; its weight counts as 1.
     """
     weight: Tensor | None = module._parameters.get("weight")
     eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
@@ -57,7 +57,7 @@ def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
     generator = torch.Generator().manual_seed(0)
     for parameter in own.parameters():
         parameter.copy_(normal(parameter.shape, generator))
-    # As small as to show eps.
+    # Small enough to show eps.
     x = normal((_ROWS, weight.shape[0]), generator).mul_(max(eps, 1e-12) ** 0.5).to(torch.bfloat16)
     vectors = (own._parameters.get("weight", weight.to(torch.bfloat16)), own._parameters.get("bias"))
 
@@ -70,7 +70,7 @@ def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
 
 @torch.no_grad()
 def find_scale(module: nn.Module) -> str:
-    """The name of the vector that ``module`` multiplies by, if that is all it does; else empty."""
+    """The name of the vector that ``module`` multiplies by, if it does nothing else; otherwise empty."""
     if len(module._parameters) != 1 or module._modules or module._buffers:
         return ""
     ((name, scale),) = module._parameters.items()
@@ -85,7 +85,7 @@ def find_scale(module: nn.Module) -> str:
 
 @torch.no_grad()
 def passes_on(module: nn.Module) -> bool:
-    """Whether ``module`` returns what it is given, but in training, as paths that are dropped at random do."""
+    """Whether ``module`` returns its input, except in training, as paths that are dropped at random do."""
     if isinstance(module, nn.Dropout | nn.Identity):
         return True
     if module._parameters or module._modules or module._buffers:
@@ -94,14 +94,14 @@ def passes_on(module: nn.Module) -> bool:
     own.training, given = False, x.clone()
     try:
         return type(own).forward(own, x) is x and torch.equal(x, given)
-    except Exception:  # whatever a module of somebody else raises
+    except Exception:  # a third-party module may raise anything
         return False
 
 
 @one_thread()
 @torch.no_grad()
 def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
-    """The name of ``activation`` in ``ACTIVATIONS``; empty if it is none of them, or has values of its own."""
+    """The name of ``activation`` in ``ACTIVATIONS``; empty if it isn't one of them, or has parameters or buffers."""
     if isinstance(activation, nn.Module) and [*activation.parameters(), *activation.buffers()]:
         return ""
     x = normal((_VALUES,), torch.Generator().manual_seed(0)).mul_(2)
@@ -113,7 +113,7 @@ def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
 @one_thread()
 @torch.no_grad()
 def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
-    """What ``router``, part of ``mixture``, does with its logits; without a routing if that isn't known."""
+    """What ``router``, part of ``mixture``, does with its logits; without a routing if that is unknown."""
     bias = _choice_bias(router, mixture)
     chooser = mixture if type(router) is nn.Linear and hasattr(mixture, "route_tokens_to_experts") else None
     top_k = next((each.top_k for each in (router, mixture) if hasattr(each, "top_k")), None)
@@ -132,7 +132,7 @@ def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
     of_bias = () if bias is None else (bias[1], *(name for name, child in router._modules.items() if child is bias[0]))
     if not called.top_k or weight is None or weight.dim() != 2 or others - set(of_bias):
         return called
-    # In bfloat16 it shows what is rounded, in float32 which of two formulas for one value it is.
+    # bfloat16 shows what is rounded, float32 shows which of two formulas for one value it is.
     calls = [_call_router(called, dtype) for dtype in (torch.bfloat16, torch.float32)]
     for found, in_float in _routings(router, called.top_k, bias is not None):
         if all(call and call.is_of(found, in_float) for call in calls):
@@ -141,11 +141,11 @@ def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
 
 
 def _routings(router: nn.Module, top_k: int, is_biased: bool) -> Iterator[tuple[Routing, bool]]:
-    """What ``router`` may do, and whether with a product in float32."""
+    """The possible routings of ``router``, and whether its product is computed in float32."""
     groups, kept_groups = (int(getattr(router, name, None) or 1) for name in ("num_group", "topk_group"))
     scale, floor = float(getattr(router, "routed_scaling_factor", 1.0)), float(getattr(router, "norm_min", 0.0))
     for kind, normalized, rounds, in_float in product(ROUTINGS, (True, False), (False, True), (False, True)):
-        # Models add it to a sum of sigmoids; in MiniMax-M2, which doesn't, none is as low.
+        # Models add it to a sum of sigmoids; in MiniMax-M2, which doesn't, no sum is that small.
         least = 1e-20 if kind == "sigmoid" and normalized else floor
         margin = 2 * getattr(router, "router_jitter_noise", 0.0) if kind == "sparsemixer" else 0.0
         found = Routing(top_k, kind, normalized, not rounds, scale, least, groups, kept_groups, margin=margin)
@@ -159,7 +159,7 @@ def _routings(router: nn.Module, top_k: int, is_biased: bool) -> Iterator[tuple[
 
 @torch.no_grad()
 def find_scaled_router(router: Any) -> ScaledRouter | None:
-    """What ``router`` does, if it is as Gemma 4's; else None."""
+    """Describes ``router`` if it computes as Gemma 4's does; otherwise None."""
     parts = {*router._parameters} == {"scale", "per_expert_scale"} and {*router._modules} == {"norm", "proj"}
     if not parts or type(router.proj) is not nn.Linear or not hasattr(router, "scalar_root_size"):
         return None
@@ -181,18 +181,18 @@ def find_scaled_router(router: Any) -> ScaledRouter | None:
 
 
 CHOICE_BIAS = ("e_score_correction_bias", "expert_bias")
-"""What a bias that counts in the choice of experts is called."""
+"""Names of a bias that counts only in the choice of experts."""
 
 
 def _choice_bias(router: nn.Module, mixture: nn.Module) -> tuple[nn.Module, str] | None:
-    """The module that has it, and its name there."""
+    """The module that has the bias, and the bias's name there."""
     places = product((*router.modules(), mixture), CHOICE_BIAS)
     return next(((holder, name) for holder, name in places if isinstance(getattr(holder, name, None), Tensor)), None)
 
 
 @dataclass(frozen=True)
 class _RouterCall:
-    """Some rows, what a router multiplies and chooses with, and the weights and experts that it returned."""
+    """Some rows, the operands of a router's product and choice, and the weights and experts that it returned."""
 
     x: Tensor
     weight: Tensor
@@ -203,7 +203,7 @@ class _RouterCall:
     has_order: bool
 
     def is_of(self, routing: Routing, in_float: bool) -> bool:
-        """Whether a router of ``routing`` returns the same."""
+        """Whether a router with ``routing`` returns the same."""
         operands = [
             each.float() if in_float and each is not None else each for each in (self.x, self.weight, self.bias)
         ]
@@ -213,18 +213,18 @@ class _RouterCall:
             return _is_equal(weights, self.weights) and _is_equal(index, self.index)
         order, its_order = index.argsort(dim=-1), self.index.argsort(dim=-1)
         found, wanted = weights.gather(-1, order), self.weights.gather(-1, its_order)
-        # Computed for all experts, in a vector of another length.
+        # It is computed for all experts, in a vector of another length.
         near = found.dtype == wanted.dtype and torch.allclose(found, wanted, torch.finfo(found.dtype).eps, 0.0)
         return near and _is_equal(index.gather(-1, order), self.index.gather(-1, its_order))
 
 
 def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
-    """Of some random rows; None if ``router`` doesn't return weights and experts."""
+    """A call with random rows; None if ``router`` doesn't return weights and experts."""
     generator = torch.Generator().manual_seed(0)
     bias = router.bias
     if bias is not None:
         holder, name = bias
-        # Below zero: some models leave out experts by a score of 0.
+        # Below zero, because some models exclude experts with a score of 0.
         values = uniform(getattr(holder, name).shape, generator) - 2
     own = copy.deepcopy(router.module).to_empty(device="cpu").to(dtype).eval()
     linear = own.get_submodule(router.linear)
@@ -243,7 +243,7 @@ def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
     try:
         out = own(x, *told)
         weights, index = router.chosen(x, out)
-    except Exception:  # whatever a module of somebody else raises
+    except Exception:  # a third-party module may raise anything
         return None
     choice_bias = None if bias is None else values.to(dtype).flatten()
     operands = linear.get_parameter("weight"), linear._parameters.get("bias"), choice_bias
@@ -258,9 +258,9 @@ def _is_equal(found: Tensor, wanted: Any) -> bool:
 def find_rotation(
     rotate: Callable[..., tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, columns: int | None, dtype: torch.dtype
 ) -> Rotation | None:
-    """What ``rotate``, of queries and keys in ``dtype``, does with ``cos`` and ``sin``; None if no operator does that.
+    """What ``rotate``, for queries and keys in ``dtype``, does with ``cos`` and ``sin``; None if no operator does it.
 
-    ``columns``: how many columns of a head it is given, of half as many more.
+    ``columns``: how many columns of a head it gets, of half as many more.
     """
     if cos.dim() != 3 or cos.shape[-1] % 2:
         return None
@@ -274,7 +274,7 @@ def find_rotation(
         D = R if columns is not None else R + R // 2
         generator = torch.Generator().manual_seed(0)
         x = normal((1, cos.shape[1], 3 * D), generator).to(torch.bfloat16)
-        for size in (D, R):  # a function that turns a part of a head, or all of it
+        for size in (D, R):  # for a function that rotates part of a head, or all of it
             q, k, _ = (each.unflatten(-1, (1, -1)).transpose(1, 2) for each in x[..., : 3 * size].chunk(3, dim=-1))
 
             def theirs(_: Tensor) -> Tensor:
@@ -289,15 +289,15 @@ def find_rotation(
     return None
 
 
-# Whose frequencies don't depend on how long a sequence is.
+# Types whose frequencies don't depend on the length of a sequence.
 _FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 @torch.no_grad()
 def find_angles(module: nn.Module) -> dict[str, str]:
-    """The layout of ``rotary_angles`` that gives what a rotary embedding does, bit for bit, by its types of layers.
+    """The layout of ``rotary_angles`` that computes what a rotary embedding does, bit for bit, by type of layer.
 
-    "" is the type where there are none. Empty if no layout does.
+    The type is "" if there are no types. Empty if no layout does.
     """
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if arguments == ["x", "position_ids"]:
@@ -331,14 +331,14 @@ def _has_angles(module: Any, layer_type: str, positions: Tensor, layout: str, dt
     try:
         wanted = type(module).forward(module, x, positions, *([layer_type] if layer_type else []))
         return len(wanted) == 2 and all(map(_is_equal, found, wanted))
-    except Exception:  # whatever a module of somebody else raises
+    except Exception:  # a third-party module may raise anything
         return False
 
 
 def _fraction_unlike(module: Callable[[Tensor], Tensor], known: Callable[[Tensor], Tensor], x: Tensor) -> float:
     try:
         found = module(x)
-    except Exception:  # whatever a module of somebody else raises
+    except Exception:  # a third-party module may raise anything
         return 1.0
     if not isinstance(found, Tensor) or found.dtype != x.dtype:
         return 1.0

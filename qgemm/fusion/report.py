@@ -1,4 +1,4 @@
-"""``FusionReport``: what ``fuse`` did to each layer of a model, and why it left what it left."""
+"""``FusionReport``: what ``fuse`` did to each layer of a model, and why it left the rest as it was."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ class FusionRecord:
     """What became of one layer.
 
     - ``name``: its dotted name; ``kind``: its class.
-    - ``parts``: what is fused of it: ``"attention"``, ``"mlp"``, ``"mixture"``; nothing if it is as it was. Outside of
-      layers: ``"norm"``, ``"rotary"``, and ``"products"`` of layers that read one input in a module that is called.
-    - ``reason``: why the rest isn't; empty if all is.
-    - ``error``: how far its output was from the layer's when it was made, relative to what the layer adds to its input,
-      where another scale counts tenfold; 0 if the bits were the same, None if that wasn't looked at.
+    - ``parts``: its fused parts: ``"attention"``, ``"mlp"``, ``"mixture"``; empty if it was left as it was. Outside of
+      layers: ``"norm"``, ``"rotary"``, and ``"products"`` for layers that read the same input in a module that isn't
+      fused.
+    - ``reason``: why the rest isn't fused; empty if everything is.
+    - ``error``: the difference between its output and the original layer's when it was made, relative to what the layer
+      adds to its input; a difference in scale counts tenfold. 0 if the bits were the same, None if it wasn't compared.
     """
 
     name: str
@@ -31,9 +32,9 @@ class FusionRecord:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML one.
+    """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML table.
 
-    ``others``: the records of what is fused outside of the layers.
+    ``others``: the records of what is fused outside of layers.
     """
 
     records: tuple[FusionRecord, ...]
@@ -41,11 +42,11 @@ class FusionReport:
 
     @property
     def fused(self) -> tuple[FusionRecord, ...]:
-        """The records of layers of which something is fused."""
+        """The records of layers that are at least partly fused."""
         return tuple(record for record in self.records if record.parts)
 
     def __str__(self) -> str:
-        """An aligned table, a row per layer, totals last."""
+        """An aligned table with a row per layer and totals at the end."""
         return text_table(_HEADER, self._rows(), {"error"}, self._totals())
 
     def _repr_html_(self) -> str:

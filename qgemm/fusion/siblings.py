@@ -1,4 +1,4 @@
-"""Which layers of modules that are called as they are read one input: those that were given one tensor."""
+"""Finds layers that read the same input in modules that aren't fused: those that were called with the same tensor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from qgemm.nn.linear_layer import LinearLayer
 
 
 class SiblingWatch:
-    """Looks at what the quantized layers of each module are called with."""
+    """Observes the inputs of the quantized layers in each module."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        """``modules``: of a model, by name."""
+        """``modules``: a model's, by name."""
         self._modules = modules
         self._parents: dict[str, list[LinearLayer]] = {}
         for name, module in modules.items():
@@ -46,7 +46,7 @@ class SiblingWatch:
         return see
 
     def found(self) -> Iterator[tuple[str, list[LinearLayer]]]:
-        """Layers that can be merged and aren't yet, with the name of the module that they are in."""
+        """Layers that can be merged and aren't merged yet, with the name of the module that contains them."""
         for parent, groups in self._groups.items():
             for group in groups:
                 if len(group) > 1 and all(layer.merged is None for layer in group) and not why_apart(group):

@@ -1,7 +1,7 @@
-"""Which modules of a model are layers that can be fused, and how each computes: by its children and their names.
+"""Finds a model's layers that can be fused, and how each computes, by its children and their names.
 
-Names alone don't say all: whether a layer rotates its queries, or in which order branches are added. So there are
-several candidates, and ``verify.py`` finds out which of them computes what the layer does.
+Names don't tell everything, such as whether a layer rotates its queries, or in which order branches are added. So there
+are several candidates, and ``verify.py`` finds the one that computes what the layer does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qgemm.nn.blocks.position_bias import POSITION_BIAS
 from qgemm.nn.blocks.steps import NormStep
 
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
-_SHARED = "shared_mlp"  # of a layer, beside its mixture or alone
+_SHARED = "shared_mlp"  # in a layer, beside its mixture or alone
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", _SHARED)
 
 
@@ -39,7 +39,7 @@ _Places = tuple[tuple[nn.Module, str, nn.Module], ...]
 
 _CROSS = ("encoder_attn", "cross_attention")  # each with a norm of that name
 _CROSS_NORM = "{}_layer_norm"
-# What arguments of a layer are called in a call of its attention to an encoder.
+# Names of a layer's arguments in a call of its attention to an encoder.
 _OF_ENCODER: dict[str, str | None] = {
     "attention_mask": None,
     STATES: KEY_VALUE_STATES,
@@ -49,14 +49,14 @@ _CACHES = (*CACHES, "cache_params")
 _SCALE = "layer_scalar"
 _BERT = ("attention", "intermediate", "output")
 _BERT_OUT = "attention.output.dense"
-_INNER = ("self", "attention", "attn")  # attention, in a module with what is behind it
+_INNER = ("self", "attention", "attn")  # attention inside a module that also contains what follows it
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Ways in which a layer may compute. ``fused``: each, and none if it can't be fused; ``reason``: why a part isn't.
+    """Ways in which a layer may compute: ``fused``, empty if it can't be fused; ``reason``: why a part isn't fused.
 
-    ``parts``: what is fused, for the report.
+    ``parts``: the fused parts, for the report.
     """
 
     fused: tuple[FusedLayer, ...]
@@ -68,10 +68,10 @@ class Candidates:
 class _Parts:
     """The parts of a layer, by their names in it.
 
-    ``mixer``: the module that computes attention, or what is in its place (``is_attention``), and ``out`` the layer
-    behind it. ``crosses``: the attention to an encoder that follows, if any. ``mlp``: the module, empty if its layers
-    are the layer's own. ``beside``: whether a mixture is beside it. ``has_input``: whether the layer has an input of
-    its own.
+    ``mixer``: the module that computes attention or what replaces it (``is_attention``); ``out``: the layer after it.
+    ``crosses``: the attention to an encoder that follows, if any. ``mlp``: the module; empty if its layers belong to
+    the layer itself. ``beside``: whether a mixture runs in parallel with it. ``has_input``: whether the layer has a
+    separate input.
     """
 
     mixer: str
@@ -87,7 +87,7 @@ class _Parts:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether ``module`` looks like a layer of a transformer: attention or what is in its place, an MLP, and norms."""
+    """Whether ``module`` looks like a transformer layer: with attention or a replacement for it, an MLP, and norms."""
     children = module._modules
     if all(children.get(name) is not None for name in _BERT):
         return True
@@ -99,7 +99,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def _find_single(layer: nn.Module) -> tuple[str, str] | None:
-    """The norm and the branch of a layer that has no more: an MLP, a mixture or attention. None if it isn't one."""
+    """The norm and the branch of a layer that only has these: an MLP, a mixture or attention. None for other layers."""
     children = _computing(layer)
     norms = [name for name, child in children.items() if _is_norm(child)]
     others = [name for name in children if name not in norms]
@@ -111,7 +111,7 @@ def _find_single(layer: nn.Module) -> tuple[str, str] | None:
 
 
 def _computing(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of ``module`` by name, but for those that do nothing."""
+    """The children of ``module`` by name, except those that do nothing."""
     own = module._modules.items()
     return {name: child for name, child in own if child is not None and not passes_on(child)}
 
@@ -125,7 +125,7 @@ def _others(layer: nn.Module) -> list[str]:
 
 
 def _find_parts(layer: nn.Module, call: Call) -> _Parts:
-    """The parts that ``layer`` has in ``call``; raises ``NotFused`` if it has others."""
+    """The parts of ``layer`` in ``call``; raises ``NotFused`` if it has others."""
     has_states = call.others.get(STATES) is not None
     if all(layer._modules.get(name) is not None for name in _BERT):
         return _find_parts_of_bert(layer, has_states)
@@ -171,7 +171,7 @@ def _find_parts(layer: nn.Module, call: Call) -> _Parts:
 
 
 def _find_mixer(layer: nn.Module, name: str) -> tuple[str, str]:
-    """Where what is called ``name`` in ``layer`` has the module that mixes tokens, and the layer behind it, if any."""
+    """The paths of the module that mixes tokens in the child ``name`` of ``layer`` and of a layer after it, if any."""
     holder = layer.get_submodule(name)
     inner, output = child_of(holder, _INNER), holder._modules.get("output")
     if output is not None and not (holder._parameters or output._parameters):
@@ -202,7 +202,7 @@ def _find_parts_of_bert(layer: nn.Module, has_states: bool) -> _Parts:
 
 
 def find_candidates(layer: nn.Module, call: Call) -> Candidates:
-    """How ``layer`` may compute, going by a ``call`` of it. Places the weights of what is fused."""
+    """How ``layer`` may compute, judging by a ``call`` of it. Places the weights of the fused parts."""
     try:
         if single := _find_single(layer):
             branches.find_scales(layer, 0)
@@ -244,7 +244,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
 
 
 def _candidates_of_single(layer: nn.Module, norm: str, name: str, call: Call) -> Candidates:
-    """Of a layer of one branch, ``name``, behind ``norm``."""
+    """Candidates for a layer with a single branch, ``name``, after ``norm``."""
     module, defaults = layer.get_submodule(name), arguments_of(layer)
     step = NormStep(layer.get_submodule(norm), find_norm(layer.get_submodule(norm)))
     crosses = any(call.others.get(each) is not None for each in (STATES, KEY_VALUE_STATES))
@@ -276,13 +276,14 @@ def _candidates_of_single(layer: nn.Module, norm: str, name: str, call: Call) ->
 
 
 class _Branches:
-    """The branches of a layer by what they are, with its norms by their names.
+    """The branches of a layer by kind, with its norms by name.
 
-    ``parts``: what is fused; ``reasons``: why the rest isn't; ``lacks``: whether a layer can't do without that.
+    ``parts``: the fused ones; ``reasons``: why the rest isn't fused; ``lacks``: whether an indispensable one is
+    missing.
     """
 
     def __init__(self, norms: Mapping[str, NormStep]) -> None:
-        """None yet."""
+        """Starts without branches."""
         self.norms = norms
         self.of: dict[str, Branch] = {}
         self.parts: list[str] = []
@@ -294,7 +295,7 @@ class _Branches:
         return list(self.of.values())
 
     def add(self, part: str, name: str, find: Callable[[], Branch], called: CalledBranch | None) -> Branch | None:
-        """What ``find`` returns, ``called`` if it raises ``NotFused``. ``name``: of the module, for the reason."""
+        """The result of ``find``, or ``called`` if it raises ``NotFused``. ``name``: the module's, for the reason."""
         try:
             found: Branch | None = find()
             self.parts.append(part)
@@ -348,7 +349,7 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
     if layers is None:
         shared = layer._modules.get(_SHARED)
         find_mixture = partial(branches.find_mixture, module, call, shared)
-        # A mixture that is called doesn't have the expert beside it.
+        # If the mixture is called as a module, the shared expert beside it wouldn't be included.
         made.add("mixture", found.mlp, find_mixture, called if shared is None else None)
     else:
         find = partial(branches.find_mlp, layer, found.mlp, layers, found.activation)
@@ -364,7 +365,7 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
 
 
 def _steps(found: _Parts, order: Norms, made: _Branches, scales: Sequence[tuple[nn.Module, str]]) -> tuple[Step, ...]:
-    """The steps of a layer whose norms are in ``order``. ``scales``: of all branches or of none."""
+    """The steps of a layer whose norms have this ``order``. ``scales``: for all branches or for none."""
     norms, of = made.norms, made.of
     steps = [Step(of["attention"], norms.get(order.attention), norms.get(order.attention_out))]
     if found.crosses:
@@ -385,7 +386,7 @@ def _multiplier(layer: nn.Module) -> float:
 
 
 def arguments_of(layer: nn.Module) -> dict[str, Any]:
-    """The arguments of ``forward`` after the first, in order, with their defaults, None where there is none."""
+    """The arguments of ``forward`` after the first, in order, with their defaults, or None where there is none."""
     parameters = dict(list(inspect.signature(type(layer).forward).parameters.items())[2:])
     return {
         name: None if parameter.default is parameter.empty else parameter.default
@@ -395,9 +396,9 @@ def arguments_of(layer: nn.Module) -> dict[str, Any]:
 
 
 def _told(layer: nn.Module, mixer: nn.Module, defaults: Mapping[str, Any]) -> dict[str, str | None]:
-    """What ``mixer``, which isn't attention, is called with: what the code of ``layer`` names of its parameters.
+    """The arguments of ``mixer``, which isn't attention: the parameters that the code of ``layer`` names.
 
-    By the names that the layer has for it.
+    They keep the layer's names.
     """
     named = constants_of(layer)
     told: dict[str, str | None] = {
@@ -413,7 +414,7 @@ def _adds(module: nn.Module) -> bool:
 
 
 def _other_cache(module: nn.Module, defaults: Mapping[str, Any]) -> dict[str, str | None]:
-    """What ``module`` calls the cache of the layer, whose arguments are ``defaults``, if it is another name."""
+    """The name that ``module`` has for the layer's cache, given the layer's arguments ``defaults``, if it differs."""
     wanted = set(inspect.signature(type(module).forward).parameters)
     own, there = (next((name for name in _CACHES if name in names), None) for names in (defaults, wanted))
     return {own: there} if own is not None and there is not None and own != there else {}
@@ -426,7 +427,7 @@ def is_mlp(module: nn.Module) -> bool:
 
 
 def find_mlp(module: nn.Module) -> FusedLayer:
-    """How an MLP by itself computes. Raises ``NotFused`` with the reason if it can't be fused."""
+    """How a separate MLP computes. Raises ``NotFused`` with the reason if it can't be fused."""
     mlp = _find_mlp(module)
     passed_over, called = _places(module, [mlp], ())
     return FusedLayer("alone", (Step(mlp),), passed_over=passed_over, called=called)
@@ -440,7 +441,7 @@ def _find_mlp(module: nn.Module) -> FusedMlp:
 
 
 def find_norm_step(module: nn.Module) -> NormStep | None:
-    """What a norm by itself computes, if that takes several kernels: PyTorch's own take one."""
+    """What a separate norm computes, if that takes several kernels: PyTorch's own norms take one."""
     if not _is_norm(module) or isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return None
     norm = find_norm(module)
@@ -448,7 +449,7 @@ def find_norm_step(module: nn.Module) -> NormStep | None:
 
 
 def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]) -> tuple[_Places, _Places]:
-    """The modules in ``layer`` that are passed over, and those that are called, each with its holder and name."""
+    """The modules in ``layer`` that are bypassed, and those that are called, each with its holder and name."""
     called = {step.module for step in norms if step.norm is None}
     for branch in found:
         own = (branch.module, branch.behind) if isinstance(branch, CalledBranch) else getattr(branch, "called", ())
@@ -468,5 +469,5 @@ def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]
 
 
 def _is_norm(module: nn.Module | None) -> bool:
-    # Of PreLayerNorm models, everything is called so.
+    # In PreLayerNorm models, the names of all classes contain it.
     return module is not None and "norm" in type(module).__name__.lower() and not module._modules

@@ -1,4 +1,4 @@
-"""Whether a fused layer computes what the layer does: both are run on what the layer gets in a forward of the model."""
+"""Checks that a fused layer computes what the layer does: both run on the layer's inputs in a forward of the model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from qgemm.nn.blocks.mixture import FusedMixture
 from qgemm.nn.blocks.position_bias import POSITION_BIAS
 
 MAX_ERROR = 0.02
-"""How far a fused layer's output may be from the layer's, as a part of what the layer adds to its input.
+"""The maximum difference between a fused layer's output and the layer's, relative to what the layer adds to its input.
 
-A value that another order of a sum rounds to the next int8 is off by less than 1 % of a row's maximum; what is computed
-wrongly is off by far more.
+If another order of a sum rounds a value to the next int8, it is off by less than 1 % of a row's maximum; a wrong
+computation is off by far more.
 """
 
 _SCALE_WEIGHT = 10
-"""Roundings go up and down, value by value, and leave the scale of most tokens as it is. What multiplies by another
-number than the layer is refused from 0.2 % on."""
+"""Roundings go up and down, value by value, and don't change the scale of most tokens. A candidate that multiplies by
+a different number than the layer does is refused from 0.2 % on."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -50,9 +50,9 @@ class Call:
 def record_calls(
     model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[str, Any] | None, watch: SiblingWatch
 ) -> dict[Any, Call]:
-    """A call of each of ``layers``, by layer, in a forward of ``model``, in eval mode, at which ``watch`` looks too.
+    """A call of each of ``layers``, by layer, from a forward of ``model`` in eval mode, which ``watch`` also observes.
 
-    ``inputs``: keyword arguments of that; None takes what transformers has for it.
+    ``inputs``: the forward's keyword arguments; None uses transformers' dummy inputs.
     """
     calls: dict[Any, Call] = {}
 
@@ -66,9 +66,9 @@ def record_calls(
         x = named.pop(names[0], None)
         if x is None:
             x = others.pop(names[0], None)
-        if x is None:  # by a name that is no longer the argument's
+        if x is None:  # it was passed under a name that the argument no longer has
             return
-        # Copies: code around a layer may change its output in place.
+        # Copied, because code around a layer may change its output in place.
         kept = tuple(map(_copied, output)) if isinstance(output, tuple) else _copied(output)
         others = {name: _as_it_is(value) for name, value in {**named, **others}.items()}
         calls.setdefault(layer, Call(x, others, kept))
@@ -86,7 +86,7 @@ def record_calls(
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
-    """Has all of ``model`` in eval mode, in which nothing is dropped."""
+    """Inside, all of ``model`` is in eval mode, so that nothing is dropped."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -98,11 +98,11 @@ def in_eval(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def random_values(layer: nn.Module) -> Iterator[bool]:
-    """Has ``layer`` compute with random values in the place of those that show nothing; whether it has such.
+    """Inside, ``layer`` has random values in place of those that show nothing; yields whether it has any.
 
-    They are those of new models: weights of norms and scales of one value, mostly 1, and biases and gates of 0. A fused
-    layer without them, or with them elsewhere, may compute the same until others are loaded. Quantized layers keep
-    theirs.
+    Such values are those of new models: weights of norms and scales that are all equal, mostly 1, and biases and gates
+    of 0. A fused layer that ignores them, or uses them elsewhere, could compute the same until other values are loaded.
+    Quantized layers keep their values.
     """
     generator = torch.Generator().manual_seed(0)
     kept: list[tuple[dict[str, Any], str, Any]] = []
@@ -128,7 +128,7 @@ def random_values(layer: nn.Module) -> Iterator[bool]:
 
 
 def _shows_nothing(value: Any) -> bool:
-    """Whether all values of a parameter or a buffer are equal, a single one 0 or 1."""
+    """Whether all values of a parameter or a buffer are equal; a single value must be 0 or 1."""
     if type(value) not in (Tensor, nn.Parameter) or value.dtype not in _FLOATS or value.is_meta or not value.numel():
         return False
     least, most = (each.item() for each in value.detach().aminmax())
@@ -137,14 +137,14 @@ def _shows_nothing(value: Any) -> bool:
 
 @torch.no_grad()
 def called_again(layer: nn.Module, call: Call, defaults: Mapping[str, Any]) -> Call:
-    """``call`` with what ``layer`` returns as it is now. ``defaults``: the arguments of its ``forward``."""
+    """``call`` with what ``layer`` returns now. ``defaults``: the arguments of its ``forward``."""
     others = {name: _as_it_is(value) for name, value in call.others.items()}
     return replace(call, output=type(layer).forward(layer, call.x, **{**defaults, **others}))
 
 
 @torch.no_grad()
 def error_of(fused: FusedLayer, call: Call) -> float:
-    """How far the output of ``fused`` is from the layer's in ``call``, relative to what the layer adds to its input."""
+    """The difference between the output of ``fused`` and the layer's in ``call``, relative to what the layer adds."""
     expected = call.output[0] if isinstance(call.output, tuple) else call.output
     context = {**fused.defaults, **call.others}
     operands = fused.operands()
@@ -152,7 +152,7 @@ def error_of(fused: FusedLayer, call: Call) -> float:
         return float("inf")
     try:
         out = fused(call.x, operands, context)
-    except Exception:  # of a candidate that is wrong, anything may be raised
+    except Exception:  # a wrong candidate may raise anything
         return float("inf")
     if out.shape != expected.shape or out.dtype != expected.dtype:
         return float("inf")
@@ -165,9 +165,9 @@ def error_of(fused: FusedLayer, call: Call) -> float:
 def error_of_attention(
     fused: FusedAttention | FusedLatentAttention | FusedCrossAttention, call: Call, defaults: Mapping[str, Any]
 ) -> float:
-    """How far ``fused`` is from its module, relative to that, for random inputs with scores that differ.
+    """The relative difference between ``fused`` and its module, for random inputs whose scores differ.
 
-    Those of a layer with small weights don't, and then it hardly matters how queries are rotated.
+    With a layer's small weights, scores hardly differ, and then the rotation of queries would hardly matter.
     """
     operands = [product.operands() for product in fused.products]
     if None in operands:
@@ -177,7 +177,7 @@ def error_of_attention(
     context = {**defaults, **call.others}
     names = _names_there(fused)
     context |= _other_scores(fused, x, context, generator)
-    if context.get(SEQUENCES) is not None:  # of which the call may have one
+    if context.get(SEQUENCES) is not None:  # the call may contain a single sequence
         length = x.shape[-2]
         context[SEQUENCES] = torch.tensor([0, length // 3, length], device="cpu").to(context[SEQUENCES])
     try:
@@ -189,12 +189,12 @@ def error_of_attention(
             expected = CalledBranch(fused.module, True, names, behind=behind)(x, (), None, x.dtype, context)
             out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
         return _error(out, expected)
-    except Exception:  # of a candidate that is wrong, anything may be raised
+    except Exception:  # a wrong candidate may raise anything
         return float("inf")
 
 
 def _names_there(fused: FusedAttention | FusedLatentAttention | FusedCrossAttention) -> Mapping[str, str | None]:
-    """What arguments of the layer are called in a call of its attention."""
+    """The names of the layer's arguments in a call of its attention."""
     if isinstance(fused, FusedCrossAttention):
         return fused.names
     untold = dict.fromkeys(getattr(fused, "untold", ()))
@@ -207,10 +207,10 @@ def _other_scores(
     context: Mapping[str, Any],
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Random values for what ``context`` has to be added to scores: a new model's biases and masks may show nothing."""
+    """Random values for what ``context`` adds to scores: a new model's biases and masks may show nothing."""
     given = ((name, context.get(name)) for name in ("attention_mask", POSITION_BIAS))
     shapes = {name: each.shape for name, each in given if isinstance(each, Tensor) and each.dtype in _FLOATS}
-    if fused.functions is None:  # code of its own, which may do anything with a mask
+    if fused.functions is None:  # its own code may do anything with a mask
         shapes.setdefault("attention_mask", torch.Size((x.shape[0], 1, 1, x.shape[1])))
     return {name: normal(shape, generator).to(x) for name, shape in shapes.items()}
 
@@ -219,7 +219,7 @@ def _other_scores(
 def _other_table(
     fused: FusedAttention | FusedLatentAttention | FusedCrossAttention, generator: torch.Generator
 ) -> Iterator[None]:
-    """Has the module compute a random bias of positions, where it learns one: a new model's is next to nothing."""
+    """Inside, the module computes a random position bias if it learns one, because a new model's is close to 0."""
     bias = getattr(fused, POSITION_BIAS, None)
     parameters = fused.module.relative_attention_bias._parameters if bias is not None and bias.learned else {}
     own = parameters.get("weight")
@@ -235,24 +235,24 @@ def _other_table(
 
 @torch.no_grad()
 def computes_mixture(fused: FusedMixture, call: Call) -> bool:
-    """Whether ``fused`` computes what its module does, for random inputs."""
+    """Whether ``fused`` computes the same as its module for random inputs."""
     x = normal(call.x.shape, torch.Generator().manual_seed(0)).to(call.x)
     try:
         expected = CalledBranch(fused.module, False)(x, (), None, x.dtype, {})
         out = fused(x, (), None, x.dtype, {})
-    except Exception:  # of a candidate that is wrong, anything may be raised
+    except Exception:  # a wrong candidate may raise anything
         return False
     return _error(out, expected) <= MAX_ERROR
 
 
 def _error(out: Tensor, expected: Tensor, x: Tensor | None = None) -> float:
-    """How far ``out`` is from ``expected``, relative to what that adds to ``x``; infinite if it isn't a number.
+    """The difference of ``out`` and ``expected``, relative to what that adds to ``x``; infinite if it isn't a number.
 
-    What is near counts for at least ``_SCALE_WEIGHT`` times how far the median token is off in scale.
+    A small difference counts as at least ``_SCALE_WEIGHT`` times the median token's difference in scale.
     """
     off, added = out.float() - expected.float(), expected.float() if x is None else expected.float() - x.float()
     scales = (off * added).sum(-1) / added.square().sum(-1)
-    scale = scales.nan_to_num().median().abs()  # zeros have none
+    scale = scales.nan_to_num().median().abs()  # rows of zeros give NaN
     error = (off.norm() / added.norm()).item()
     if error <= MAX_ERROR:
         error = max(error, _SCALE_WEIGHT * scale.item())
@@ -264,13 +264,13 @@ def _copied(value: Any) -> Any:
 
 
 def _as_it_is(value: Any) -> Any:
-    """A mapping that layers write to as it is now."""
+    """A copy, as it is now, of a mapping that layers write to."""
     return copy.copy(value) if isinstance(value, MutableMapping) else value
 
 
 def _dummy_inputs(model: Any) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
-    # Of an offloaded model, accelerate moves the inputs.
+    # For an offloaded model, accelerate moves the inputs.
     device = "cpu" if model.device.type == "meta" else model.device
     inputs = {name: value.to(device) for name, value in model.dummy_inputs.items()}
     return {**inputs, "use_cache": False} if "use_cache" in parameters else inputs

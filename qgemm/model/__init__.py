@@ -1,1 +1,1 @@
-"""Models: which layers there are, which are quantized, their exchange and the report."""
+"""Models: finding their layers, choosing which are quantized, swapping them, and the report."""

@@ -1,6 +1,6 @@
-"""Who is told of a quantized model: integrations, which give a function for it.
+"""Notifies integrations about quantized models, through functions that they register.
 
-They lie above what quantizes and loads models, and so are never imported there.
+Integrations depend on the code that quantizes and loads models, so that code can't import them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _LISTENERS: dict[str, Callable[[nn.Module, str | None], object]] = {}
 
 
 def when_quantized(name: str, action: Callable[[nn.Module, str | None], object]) -> None:
-    """Has ``action(model, save)`` called for every model that is quantized or loaded from now on.
+    """Registers ``action(model, save)``, to be called for every model that is quantized or loaded from now on.
 
-    ``save``: the id of the save that it was loaded from. ``name``: of the integration, which has one action, the last.
+    ``save``: the id of the save that it was loaded from. ``name``: of the integration; only its last action counts.
     """
     _LISTENERS[name] = action
 
 
 def announce_quantized(model: nn.Module, save: str | None = None) -> None:
-    """Tells everybody that ``model`` holds quantized layers, which were loaded from ``save`` unless that is None."""
+    """Calls all actions for ``model``, which has quantized layers, loaded from ``save`` unless that is None."""
     for action in _LISTENERS.values():
         action(model, save)

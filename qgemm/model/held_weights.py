@@ -1,10 +1,10 @@
-"""``multiplied_parameters``: which parameters of its own a module multiplies matrices by, read from its source.
+"""``multiplied_parameters``: which of its own parameters a module multiplies matrices by, according to its source.
 
 A layer that multiplies by a weight is usually a module (``nn.Linear``). Some modules hold weights themselves and write
-the product out: ``torch.einsum("ibh,hnd->ibnd", h, self.q)``. Nothing in such a parameter tells it from a table of
-positions or a learned query, so the class's code is read: a parameter counts if a product takes it, by itself, through
-methods (``self.w.t()``), functions (``torch.index_select(self.w, ...)``), indices, or a local variable that is one of
-these.
+out the product: ``torch.einsum("ibh,hnd->ibnd", h, self.q)``. The parameter itself doesn't show whether it is such a
+weight, a table of positions or a learned query, so the class's code is read. A parameter counts if it is an operand of
+a product: directly, through methods (``self.w.t()``), functions (``torch.index_select(self.w, ...)``) or indices, or as
+a local variable that is one of these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def multiplied_parameters(cls: type[nn.Module]) -> frozenset[str] | None:
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):  # made in a prompt or by exec, or compiled
+        except (OSError, TypeError, SyntaxError):  # defined in a prompt or by exec, or compiled
             return None
         for method in ast.walk(tree):
             if isinstance(method, ast.FunctionDef) and "init" not in method.name:
@@ -58,12 +58,12 @@ def _product_operands(node: ast.AST) -> list[ast.expr]:
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if name not in _PRODUCTS:
         return []
-    own = [function.value] if isinstance(function, ast.Attribute) else []  # x of x.matmul(w)
+    own = [function.value] if isinstance(function, ast.Attribute) else []  # the x in x.matmul(w)
     return [*own, *node.args, *(keyword.value for keyword in node.keywords)]
 
 
 def _origins(node: ast.expr, variables: dict[str, set[str]]) -> set[str]:
-    """The attributes of ``self`` that ``node`` is, seen through methods, indices and variables."""
+    """The attributes of ``self`` that ``node`` comes from, through methods, indices and variables."""
     while True:
         if isinstance(node, ast.Name):
             return variables.get(node.id, set())

@@ -1,8 +1,8 @@
-"""``offload_embeddings``: tables of embeddings in the host's memory, where the GPU reads the rows that it needs.
+"""``offload_embeddings``: keeps embedding tables in host memory, from which the GPU reads the rows that it needs.
 
-A step of decoding reads one row of a table for each token, some kilobytes, and leaves gigabytes unused; the bus carries
-that in microseconds. The table stays a CUDA tensor, whose memory is the host's, page-locked: ``nn.Embedding``, CUDA
-graphs, ``torch.compile`` and files use it as before.
+A decoding step reads one row of a table per token, some kilobytes, and leaves gigabytes unused; the bus transfers that
+in microseconds. The table stays a CUDA tensor, whose memory is page-locked host memory: ``nn.Embedding``, CUDA graphs,
+``torch.compile`` and files use it as before.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from qgemm.model.selection import listed
 
 MIN_BYTES = 2**24
-"""Smaller tables stay on the GPU: there is nothing to gain."""
+"""Smaller tables stay on the GPU, because moving them gains nothing."""
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU
 _locked: set[int] = set()
-"""Addresses of the tables in the host's memory."""
+"""The addresses of the tables in host memory."""
 
 
 def offload_embeddings(model: nn.Module) -> int:
-    """Moves the tables of ``nn.Embedding`` modules, of 16 MB and more, from the GPU to the host's memory, in place.
+    """Moves the tables of ``nn.Embedding`` modules of 16 MB and more from the GPU to host memory, in place.
 
-    The memory is page-locked and the GPU reads rows from there: outputs have the same bits, saved checkpoints the same
-    tensors. Returns how many bytes of the GPU's memory are free now, 1.05 GB with Llama 3 8B in bfloat16. A table that
-    other layers read as well, such as a tied output head, stays on the GPU, with a warning. Tables return with
-    ``embedding.weight.data = embedding.weight.data.clone()``, or with the whole model by ``model.cpu()``.
+    The memory is page-locked and the GPU reads rows from it: outputs have the same bits, and saved checkpoints the same
+    tensors. Returns how many bytes of GPU memory were freed, 1.05 GB for Llama 3 8B in bfloat16. A table that other
+    layers read too, such as that of a tied output head, stays on the GPU, with a warning.
+    ``embedding.weight.data = embedding.weight.data.clone()`` moves a table back, ``model.cpu()`` moves the whole model.
 
-    Raises ``ValueError`` for a model without embeddings on a GPU, ``RuntimeError`` if the system can't lock as much
-    memory; the table is then where it was.
+    Raises ``ValueError`` for a model without embeddings on a GPU, ``RuntimeError`` if the system can't lock enough
+    memory; the table then stays where it was.
     """
     embeddings = {
         name: module
@@ -64,7 +64,7 @@ def offload_embeddings(model: nn.Module) -> int:
 
 
 def _addresses(modules: Iterator[nn.Module]) -> Iterator[int]:
-    """Of the memory of all their parameters on a GPU."""
+    """The addresses of all their parameters on a GPU."""
     for module in modules:
         for parameter in module.parameters(recurse=False):
             if parameter.is_cuda and type(parameter.data) is Tensor:
@@ -72,7 +72,7 @@ def _addresses(modules: Iterator[nn.Module]) -> Iterator[int]:
 
 
 class _HostMemory:
-    """Page-locked memory with the bytes of a tensor, described as memory of a GPU is among libraries."""
+    """Page-locked memory with the bytes of a tensor, described in the way that libraries share GPU memory."""
 
     def __init__(self, values: Tensor) -> None:
         held = torch.empty_like(values, device="cpu").copy_(values)
@@ -92,7 +92,7 @@ class _HostMemory:
 
 
 def _on_host(values: Tensor) -> Tensor:
-    """A CUDA tensor with the same values, whose memory is the host's. PyTorch holds that as long as the tensor."""
+    """A CUDA tensor with the same values in host memory. PyTorch keeps that memory as long as the tensor."""
     table = torch.as_tensor(_HostMemory(values.contiguous()), device=values.device)
     return table.view(values.dtype).view(values.shape)
 

@@ -1,11 +1,11 @@
-"""Layers whose weights accelerate moves as the model runs: ``device_map``, ``cpu_offload``, ``dispatch_model``.
+"""Layers whose weights accelerate moves while the model runs: ``device_map``, ``cpu_offload``, ``dispatch_model``.
 
-accelerate hangs a hook on every module with weights (``_hf_hook``) and puts its own ``forward`` around the module's. An
-offloaded module holds its weights on meta. Before each call its hook takes them from a mapping (``weights_map``) to the
-device that computes, and drops them afterwards. To quantize such a layer, its weights are brought as for a call, and
-the quantized ones go into that mapping in their place, with a hook like the old one on the new layer.
+accelerate attaches a hook to every module with weights (``_hf_hook``) and wraps the module's ``forward``. An offloaded
+module has its weights on meta. Before each call, its hook copies them from a mapping (``weights_map``) to the device
+that computes, and drops them afterwards. To quantize such a layer, its weights are loaded as for a call, and the
+quantized ones replace them in that mapping, with a hook like the old one on the new layer.
 
-A module with a hook means that accelerate is imported already.
+If a module has such a hook, accelerate is already imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SETTINGS = ("execution_device", "offload", "io_same_device", "weights_map", "of
 
 @contextmanager
 def weights_at_hand(module: nn.Module) -> Iterator[None]:
-    """Inside, an offloaded module has its weights where it would run; a module without hooks is left alone."""
+    """Inside, an offloaded module has its weights on the device where it runs; a module without hooks is unchanged."""
     with ExitStack() as stack:
         for hook in _hooks(module):
             if hook.offload:
@@ -33,9 +33,9 @@ def weights_at_hand(module: nn.Module) -> Iterator[None]:
 
 
 def carry_hooks(module: nn.Module, quantized: nn.Module) -> None:
-    """Hangs the hooks of ``module`` on ``quantized``, which replaces it, and offloads that if ``module`` was.
+    """Moves the hooks of ``module`` to ``quantized``, which replaces it, and offloads that if ``module`` was offloaded.
 
-    The float weights are removed from the mapping that they are in.
+    The float weights are removed from their mapping.
     """
     hooks = _hooks(module)
     if not hooks:
@@ -62,18 +62,18 @@ def carry_hooks(module: nn.Module, quantized: nn.Module) -> None:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether a module's weights are elsewhere until it is called."""
+    """Whether a module's weights are stored elsewhere until it is called."""
     return any(hook.offload for hook in _hooks(module))
 
 
 def stores_of(model: nn.Module) -> list[tuple[MutableMapping[str, Tensor], list[str]]]:
-    """The dictionaries in memory that hold the weights of offloaded modules, and the list of names beside each."""
+    """The dictionaries in memory with the weights of offloaded modules, each with accelerate's list of their names."""
     found = [_find_store(hook) for module in model.modules() for hook in _hooks(module) if hook.offload]
     return list({id(store): (store, names) for store, _, names in filter(None, found)}.values())
 
 
 def check_hooks(model: nn.Module, names: Iterable[str]) -> None:
-    """Raises ``ValueError`` if a layer among ``names`` has hooks that can't be carried to another in its place."""
+    """Raises ``ValueError`` if a layer among ``names`` has hooks that can't be moved to its replacement."""
     unknown, on_disk, preloaded = [], [], []
     wholes = [
         name
@@ -120,14 +120,14 @@ def _is_understood(hook: Any) -> bool:
 
 
 def _find_store(hook: Any) -> tuple[MutableMapping[str, Tensor], str, list[str]] | None:
-    """The dictionary in memory that a hook takes its weights from, their prefix there, and the list of names beside it.
+    """The dictionary in memory that a hook gets weights from, their prefix there, and accelerate's list of names.
 
-    None for weights on disk.
+    None if the weights are on disk.
     """
     weights_map, prefix = hook.weights_map, ""
     if type(weights_map).__name__ == "PrefixedDataset":
         weights_map, prefix = weights_map.dataset, weights_map.prefix
-    names = list(weights_map)  # of nobody's, unless accelerate keeps one
+    names = list(weights_map)  # a copy that nobody reads, unless accelerate keeps a list
     if type(weights_map).__name__ == "OffloadedWeightsLoader":
         if any(key.startswith(prefix) for key in weights_map.index):
             return None

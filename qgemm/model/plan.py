@@ -1,6 +1,6 @@
-"""``SwapPlan``: what is to become of every layer of a model, decided and checked before any is swapped.
+"""``SwapPlan``: what will become of each layer of a model, decided and checked before any layer is swapped.
 
-Plans hold names: a reference to a layer would keep its weight alive.
+Plans only hold names, because a reference to a layer would keep its weight alive.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from qgemm.tables import size, text_table
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """What is to become of every layer of a model. ``print`` shows a table.
+    """What will become of each layer of a model. ``print`` shows a table.
 
-    - ``schemes``: of the chosen layers, by name.
-    - ``input_scales``: of those with a static scheme.
-    - ``notes``: why a layer has its scheme, where there is more to say.
+    - ``schemes``: those of the chosen layers, by name.
+    - ``input_scales``: those of layers with a static scheme.
+    - ``notes``: explanations why a layer has its scheme.
     """
 
     layers: list[Layer]
@@ -46,15 +46,15 @@ class SwapPlan:
 
     @property
     def schemes_in_use(self) -> list[QuantScheme]:
-        """Each scheme that some layer has, once."""
+        """Each scheme that a layer uses, once."""
         return list(dict.fromkeys(self.schemes.values()))
 
     def scheme_of(self, layer: Layer) -> QuantScheme:
-        """How a chosen layer is to be quantized."""
+        """The scheme of a chosen layer."""
         return self.schemes[layer.name]
 
     def __str__(self) -> str:
-        """An aligned table, a row per layer, totals last."""
+        """An aligned table with a row per layer and totals at the end."""
         rows = []
         for layer in self.layers:
             choice = f"float: {layer.reason}" if layer.reason else self.scheme_of(layer).name
@@ -67,9 +67,9 @@ class SwapPlan:
 def plan_swaps(
     model: nn.Module, schemes: Mapping[Pattern, QuantScheme | None], skip: Patterns, include: Patterns
 ) -> SwapPlan:
-    """Looks at every layer of ``model`` and decides; raises as ``quantize_model`` does.
+    """Examines every layer of ``model`` and decides; raises as ``quantize_model`` does.
 
-    What is left to check are weights' values, and scales of inputs, which ``with_scales`` adds.
+    It doesn't check the weights' values, nor the scales of inputs, which ``with_scales`` adds.
     """
     layers = select_layers(model, skip, include)
     plan = SwapPlan(layers, apply_schemes(model, layers, schemes))
@@ -89,7 +89,7 @@ def plan_swaps(
 
 
 def with_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] | None) -> SwapPlan:
-    """``plan`` with the scales of its layers' inputs, checked; raises as ``quantize_model`` does."""
+    """Returns ``plan`` with the scales of its layers' inputs, checked; raises as ``quantize_model`` does."""
     for scheme in plan.schemes_in_use:
         if scheme.outlier_columns:
             raise ValueError(
@@ -134,7 +134,7 @@ def check_finite(model: nn.Module, layers: list[Layer]) -> None:
     for layer in layers:
         module = model.get_submodule(layer.name)
         with weights_at_hand(module):
-            # Both carry NaN through, and neither needs memory.
+            # Both propagate NaN, and neither needs extra memory.
             weights = [weight for weight in _weights(module) if weight.device.type != "meta"]
             if not all(torch.stack(torch.aminmax(weight)).isfinite().all() for weight in weights):
                 bad.append(layer.name)
@@ -146,7 +146,7 @@ def check_finite(model: nn.Module, layers: list[Layer]) -> None:
 
 
 def _weights(module: nn.Module) -> list[Tensor]:
-    """The weights of a layer that is to be swapped: what it holds but for biases."""
+    """The weights of a layer that will be swapped: its parameters except biases."""
     return [
         parameter.detach() for name, parameter in module.named_parameters(recurse=False) if not name.endswith("bias")
     ]

@@ -1,7 +1,7 @@
-"""``report``: what ``quantize_model`` did to each layer, what it left and why, and what that saves.
+"""``report``: what ``quantize_model`` did to each layer, what it left in float and why, and how much that saves.
 
-Every weight that takes part in a matrix product has a record, quantized or not: a layer that was passed over silently
-looks like one that was done. Records are values; they go through JSON (``to_dict``, ``from_dict``) into a checkpoint.
+Every weight in a matrix product has a record, quantized or not, because a silently skipped layer would look like a
+quantized one. Records are values; they are stored in a checkpoint as JSON (``to_dict``, ``from_dict``).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class LayerRecord:
     """What became of one layer.
 
     - ``name``: its dotted name in the model; ``kind``: the class it had.
-    - ``action``: the scheme that it was quantized with (``"int8"``), or ``"float"``: it was left as it was.
-    - ``reason``: why it was left; empty if it was quantized.
-    - ``bytes_before``, ``bytes_after``: of its parameters. What it shares with a layer listed earlier counts there.
-    - ``weight_error``: ``norm(dequantized - weight) / norm(weight)`` (Frobenius), of experts the larger of their two
-      weights'; None where it isn't known.
-    - ``note``: what a recipe's methods say of the layer, such as what they couldn't do.
-    - ``output_error``: ``norm(quantized(x) - float(x)) / norm(float(x))`` of the layer on a sample of its inputs in the
-      calibration; None where there was no recipe.
+    - ``action``: the scheme that it was quantized with (``"int8"``), or ``"float"`` if it was left as it was.
+    - ``reason``: why it was left in float; empty if it was quantized.
+    - ``bytes_before``, ``bytes_after``: the size of its parameters. What it shares with an earlier layer counts there.
+    - ``weight_error``: ``norm(dequantized - weight) / norm(weight)`` (Frobenius); for experts, the larger of their two
+      weights' errors; None if unknown.
+    - ``note``: messages of a recipe's methods about the layer, such as what they couldn't do.
+    - ``output_error``: ``norm(quantized(x) - float(x)) / norm(float(x))`` of the layer on a sample of its inputs in
+      calibration; None without a recipe.
     """
 
     name: str
@@ -59,7 +59,7 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class QuantReport:
-    """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML one.
+    """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML table.
 
     ``recipe``: the methods that were used, as from ``qgemm.calibration.Recipe.to_dict``; None without a recipe.
     """
@@ -79,12 +79,12 @@ class QuantReport:
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of all these layers in float."""
+        """The size of all these layers in float, in bytes."""
         return sum(record.bytes_before for record in self.records)
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of all these layers as they are now."""
+        """The size of all these layers now, in bytes."""
         return sum(record.bytes_after for record in self.records)
 
     @property
@@ -108,7 +108,7 @@ class QuantReport:
 
     @classmethod
     def from_dict(cls, values: Any) -> QuantReport:
-        """The report that ``to_dict`` wrote. Raises ``ValueError`` for anything else."""
+        """Reads a report that ``to_dict`` wrote. Raises ``ValueError`` for anything else."""
         known = isinstance(values, dict) and {"records"} <= set(values) <= {"records", "recipe"}
         if not known or not isinstance(values["records"], list):
             raise ValueError(
@@ -119,7 +119,7 @@ class QuantReport:
         return cls(records, _parse_recipe(values.get("recipe")))
 
     def __str__(self) -> str:
-        """An aligned table, a row per layer, totals last."""
+        """An aligned table with a row per layer and totals at the end."""
         header, *rows = self._table()
         return text_table(header, rows, _NUMERIC, self._totals())
 
@@ -160,19 +160,19 @@ class QuantReport:
         return lines
 
 
-# Columns of the table: those that are numbers, and how many are there also if they are empty.
+# Columns of the table: the numeric ones, and how many are shown even if they are empty.
 _NUMERIC = frozenset({"before", "after", "error", "output"})
 _ALWAYS_SHOWN = 6
 _OPTIONAL = {"note", "output_error"}
-# Of a record that is read, where numbers may have hundreds of digits.
+# For records that are read, in which numbers may have hundreds of digits.
 _MAX_ERROR = 1e300
 
 
 def report(model: nn.Module) -> QuantReport:
-    """What ``quantize_model`` did to ``model``.
+    """Reports what ``quantize_model`` did to ``model``, layer by layer.
 
-    For a model that was assembled by hand, its quantized layers are listed, without errors; their size before is
-    computed for float32, or for the bias's dtype. Raises ``ValueError`` if there are none.
+    For a model that was assembled by hand, it lists the quantized layers, without errors; their size before is computed
+    for float32, or for the bias's dtype. Raises ``ValueError`` if there are none.
     """
     check_model(model)
     stored = getattr(model, "_qgemm_report", None)
@@ -189,9 +189,9 @@ def report(model: nn.Module) -> QuantReport:
 def give_report(
     model: nn.Module, plan: SwapPlan, records: Mapping[str, LayerRecord], recipe: dict[str, Any] | None = None
 ) -> None:
-    """Has ``report(model)`` say what became of the layers in ``plan``; warns if that is little.
+    """Stores what became of the layers in ``plan`` for ``report(model)``; warns if little was quantized.
 
-    ``records``: of the layers that were swapped, by name.
+    ``records``: those of the swapped layers, by name.
     """
     every = []
     for layer in plan.layers:
@@ -203,12 +203,12 @@ def give_report(
 
 
 def kept_record(layer: Layer) -> LayerRecord:
-    """Of a layer that stays in float, for its reason."""
+    """The record of a layer that stays in float, with its reason."""
     return LayerRecord(layer.name, layer.kind, KEPT, layer.reason, layer.bytes, layer.bytes, None)
 
 
 def _warn_of_coverage(layers: list[Layer]) -> None:
-    """Warns if less than half of the bytes in products is quantized, what users wanted in float aside."""
+    """Warns if less than half of the bytes in products is quantized, not counting what users wanted in float."""
     counted = [layer for layer in layers if not layer.is_wish]
     kept = [layer for layer in counted if layer.reason]
     total, left = sum(layer.bytes for layer in counted), sum(layer.bytes for layer in kept)
@@ -237,7 +237,7 @@ def _warn_of_coverage(layers: list[Layer]) -> None:
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters that ``module`` itself holds."""
+    """The size of the parameters that ``module`` itself holds, in bytes."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters(recurse=False))
 
 
@@ -275,7 +275,7 @@ def _parse_record(index: int, values: Any) -> LayerRecord:
 
 
 def _parse_recipe(values: Any) -> dict[str, Any] | None:
-    """Its form only: which methods there are is known where they are made."""
+    """Checks only the form: which methods exist is known where they are made."""
     if values is None:
         return None
     if not isinstance(values, dict) or set(values) != {"methods"} or not isinstance(values["methods"], list):

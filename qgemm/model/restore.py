@@ -1,9 +1,9 @@
-"""``restored_on_failure``: a model whose quantization fails half-way is again what it was, if memory has room for that.
+"""``restored_on_failure``: restores a model whose quantization fails half-way, if there is enough memory.
 
-Every module of the model is written down: its class, its attributes, and which parameters, buffers, children and hooks
-it has. These are references, which keep float layers alive that are out of the model already. So at its peak memory
-holds the float model and the quantized layers, and copies of the values where methods change those in place. Where it
-has no room for both, nothing is kept.
+Every module's state is recorded: its class, its attributes, and its parameters, buffers, children and hooks. These are
+references, which keep float layers alive that the model no longer contains. So at its peak, memory holds the float
+model, the quantized layers, and copies of values that methods change in place. If there isn't enough room, nothing is
+kept.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _OWN = frozenset(vars(nn.Module()))
 
 @contextmanager
 def restored_on_failure(model: nn.Module) -> Iterator[WayBack]:
-    """Inside, any exception puts ``model`` back to what it was at the beginning, once ``keep_if_room`` found room."""
+    """Inside, any exception restores ``model`` to its state at the beginning, if ``keep_if_room`` found enough room."""
     way_back = WayBack(model)
     try:
         yield way_back
     except BaseException:
         if way_back.is_kept:
             way_back.restore()
-        way_back.drop()  # the traceback holds it
+        way_back.drop()  # because the traceback keeps it alive
         raise
 
 
 class WayBack:
-    """What a model was. ``is_kept``: whether it can still be put back, now that it changes."""
+    """The recorded state of a model. ``is_kept``: whether it can still be restored while it is changed."""
 
     is_kept: bool = False
 
     def __init__(self, model: nn.Module) -> None:
-        """``model``: as it is now. Its values are what they are at ``keep_if_room``."""
+        """Records ``model`` as it is now. Values are recorded at ``keep_if_room``."""
         self._model = model
         self._modules: list[tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, Any]]] = [
             (module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()
@@ -51,13 +51,13 @@ class WayBack:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def keep_if_room(self, layers: Iterable[str], *, changes_values: bool, runs_model: bool) -> None:
-        """To be called before anything changes: decides by the memory that is free whether there is a way back.
+        """Decides, by the free memory, whether the model can be restored. Must be called before anything changes.
 
-        - ``layers``: the names of those that will be quantized.
-        - ``changes_values``: whether float values may be changed in place; they are copied then.
+        - ``layers``: the names of the layers that will be quantized.
+        - ``changes_values``: whether float values may be changed in place; if so, they are copied.
         - ``runs_model``: whether the model runs meanwhile.
 
-        Half of the free memory is left to methods and runs, where there are any.
+        Half of the free memory is left to methods and runs, if there are any.
         """
         held = (contents[kind].values() for *_, contents in self._modules for kind in ("_parameters", "_buffers"))
         tensors = {id(t): t for values in held for t in values if t is not None and not t.is_meta}
@@ -73,14 +73,14 @@ class WayBack:
             self.drop()
 
     def restore(self) -> None:
-        """Puts all of it back, in place; allocates nothing."""
+        """Restores everything, in place; allocates nothing."""
         for module, kind, attributes, contents in self._modules:
             if type(module) is not kind:
-                module.__class__ = kind  # attention that was opened
+                module.__class__ = kind  # for attention that was opened
             own = vars(module)
             own.clear()
             own.update(attributes)
-            # The very dictionaries, which handles of hooks know, and quantized layers share.
+            # In the same dictionaries, which handles of hooks refer to and quantized layers share.
             for name, content in contents.items():
                 own[name].clear()
                 own[name].update(content)
@@ -92,11 +92,11 @@ class WayBack:
             tensor.data.copy_(values)
 
     def drop(self) -> None:
-        """Frees what is kept."""
+        """Frees what was recorded."""
         self._modules, self._stores, self._copies, self.is_kept = [], [], [], False
 
     def _bytes_of_layers(self, names: Iterable[str]) -> Counter[torch.device]:
-        """What the quantized layers take beside the float ones, by device, with the working space of the largest."""
+        """The bytes that quantized layers add to the float ones, by device, and the working space of the largest."""
         quantized: Counter[torch.device] = Counter()
         largest: Counter[torch.device] = Counter()
         for name in names:
@@ -105,12 +105,12 @@ class WayBack:
             sizes: Counter[torch.device] = Counter()
             for parameter in module.parameters(recurse=False):
                 device = home or parameter.device
-                quantized[device] += 17 * parameter.numel() // 16  # a byte a weight, scales and the like; or less
+                quantized[device] += 17 * parameter.numel() // 16  # at most a byte per weight, plus scales and the like
                 sizes[device] += parameter.nbytes
             largest |= sizes
         return Counter({device: n for device, n in (quantized + largest).items() if device.type != "meta"})
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """Copies of the dictionaries and sets that PyTorch keeps of a module: parameters, children, hooks and so on."""
+    """Copies of the dictionaries and sets that PyTorch keeps for a module: parameters, children, hooks and so on."""
     return {n: copy.copy(v) for n, v in vars(module).items() if n in _OWN and isinstance(v, dict | set)}

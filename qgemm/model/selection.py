@@ -1,9 +1,9 @@
-"""Which layers of a float model are to be swapped, and by which schemes: ``select_layers``, ``apply_schemes``.
+"""Chooses the layers of a float model to be swapped, and their schemes: ``select_layers``, ``apply_schemes``.
 
-``quantize_model`` and ``calibrate`` both ask here, so that what is calibrated is what is swapped. Layers are named by
-patterns everywhere alike: the name of a layer, or of a module that contains layers; with ``*``, ``?`` or ``[`` in it, a
-glob over such names, in which ``*`` crosses dots; a regular expression, compiled or as text after ``re:``, which is
-searched for in the names of layers.
+``quantize_model`` and ``calibrate`` both use it, so that the calibrated layers are those that get swapped. Patterns
+name layers in the same way everywhere: the name of a layer, or of a module that contains layers; with ``*``, ``?`` or
+``[`` in it, a glob over such names, in which ``*`` matches dots too; or a regular expression, compiled or as text after
+``re:``, which may match any part of a layer's name.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _REGULAR_EXPRESSION = "re:"
 def select_layers(model: nn.Module, skip: Patterns, include: Patterns = None) -> list[Layer]:
     """Every layer of ``model``; those without a ``reason`` are to be swapped.
 
-    ``include`` overrules what stays in float by default; what ``skip`` matches stays all the same.
+    ``include`` overrides what stays in float by default; layers that ``skip`` matches stay in float even so.
 
-    Raises ``ValueError`` if the model is quantized already, a pattern matches no layer or one of ``include`` only
-    layers that stay in float all the same, or nothing is to be swapped; ``TypeError`` if either holds anything but
-    patterns.
+    Raises ``ValueError`` if the model is already quantized, if a pattern matches no layer, if an ``include`` pattern
+    matches only layers that stay in float anyway, or if nothing is to be swapped; ``TypeError`` if either contains
+    anything but patterns.
     """
     _check_not_quantized(model)
     layers = find_layers(model)
@@ -56,9 +56,9 @@ def select_layers(model: nn.Module, skip: Patterns, include: Patterns = None) ->
 
 
 def resolve_schemes(scheme: SchemeChoice) -> dict[Pattern, QuantScheme | None]:
-    """A scheme for each pattern, in order, None for float; a single scheme is that of every layer.
+    """The scheme for each pattern, in order, None for float; a single scheme applies to every layer.
 
-    Raises ``ValueError`` for an unknown scheme and a mapping without any, ``TypeError`` for what is neither.
+    Raises ``ValueError`` for an unknown scheme and for a mapping without schemes, ``TypeError`` for anything else.
     """
     if not isinstance(scheme, Mapping):
         return {"*": resolve_scheme(scheme)}
@@ -72,13 +72,13 @@ def resolve_schemes(scheme: SchemeChoice) -> dict[Pattern, QuantScheme | None]:
 def apply_schemes(
     model: nn.Module, layers: list[Layer], schemes: Mapping[Pattern, QuantScheme | None]
 ) -> dict[str, QuantScheme]:
-    """The scheme of each layer that is to be swapped, by name: that of the first pattern that matches it.
+    """The scheme of each layer to be swapped, by name: that of the first pattern that matches it.
 
-    Layers with the scheme None, and those that no pattern matches, get a ``reason``. Experts have
+    Layers whose scheme is None, and those that no pattern matches, get a ``reason``. Experts get
     ``QuantScheme.for_experts``.
 
-    Raises ``ValueError`` if a pattern matches no layer, or none that those ahead of it leave, or nothing is left to be
-    swapped.
+    Raises ``ValueError`` if a pattern matches no layer, or only layers that earlier patterns match, or if nothing is
+    left to swap.
     """
     chosen: dict[str, QuantScheme] = {}
     waiting = {layer.name: layer for layer in layers}
@@ -99,7 +99,7 @@ def apply_schemes(
 
 
 def listed(names: Sequence[object], many: int = _MANY, show: Callable[[object], str] = repr) -> str:
-    """The first of ``names``, as errors show them, and how many more there are."""
+    """The first of ``names``, in the form for errors, and how many more there are."""
     more = f" and {len(names) - many} more" if len(names) > many else ""
     return ", ".join(map(show, names[:many])) + more
 
@@ -115,9 +115,9 @@ def _check_not_quantized(model: nn.Module) -> None:
 
 
 def as_patterns(argument: str, given: Patterns) -> list[Pattern]:
-    """What ``argument`` holds, a list, in which ``"re:..."`` is compiled.
+    """The patterns in ``given``, the value of ``argument``, as a list; ``"re:..."`` is compiled.
 
-    Raises ``TypeError`` if that is anything but patterns, ``ValueError`` for a regular expression that is none.
+    Raises ``TypeError`` for anything but patterns, ``ValueError`` for an invalid regular expression.
     """
     wanted = "names, globs and regular expressions"
     if given is None or isinstance(given, str | re.Pattern):
@@ -138,7 +138,7 @@ def as_patterns(argument: str, given: Patterns) -> list[Pattern]:
 
 
 def shown_pattern(pattern: Pattern) -> str:
-    """A pattern as text, that ``as_patterns`` reads."""
+    """A pattern as text that ``as_patterns`` accepts."""
     if isinstance(pattern, str):
         return pattern
     given = pattern.flags & ~re.compile(pattern.pattern).flags
@@ -147,7 +147,7 @@ def shown_pattern(pattern: Pattern) -> str:
 
 
 def _matches_of(argument: str, patterns: list[Pattern], layers: list[Layer]) -> Iterator[tuple[str, list[Layer]]]:
-    """Each of the patterns of ``argument``, as errors show it, and its layers, of which there are some."""
+    """Each pattern of ``argument``, in the form for errors, with the layers that it matches, at least one."""
     for pattern in patterns:
         matched = [layer for layer in layers if any(_matches(pattern, name) for name in layer.names)]
         if not matched:

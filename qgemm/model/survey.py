@@ -1,7 +1,7 @@
 """``find_layers``: the layers of a model that multiply by a weight, and why some of them must stay in float.
 
-What a user would see as a linear layer is listed once, under each name that it has, whether it can be swapped or not.
-Nothing here holds a module or a tensor beyond the call, and transformers is recognised without importing it.
+What a user would see as a linear layer is listed once, with all its names, whether it can be swapped or not. Nothing
+here keeps a module or a tensor after the call, and transformers is recognised without importing it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _SWAPPED = {
     ("transformers.pytorch_utils", "Conv1D"),
     ("transformers.models.falcon.modeling_falcon", "FalconLinear"),
 }
-# What a layer is called that maps to the vocabulary; and one that maps to it, or to the classes at the end of a model.
+# Names of layers that map to the vocabulary; and of those that map to it or to classes at the end of a model.
 _VOCABULARY_HEADS = ("lm_head", "lm_heads")
 _HEADS = ("head", "heads", "classifier", "classifiers", "output_projection")
 _OTHER_PRODUCTS = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
-# Convolutions aren't counted; the weights of these are no matrix that anything is multiplied by.
+# Convolutions aren't counted; the other classes' weights aren't multiplied as matrices.
 _NO_PRODUCTS = (nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag)
-# Parameters that modules hold themselves: what is smaller is a bias, a table or a router of a few experts.
+# For parameters that modules hold themselves: smaller ones are biases, tables or routers of a few experts.
 _SMALLEST_HELD = 4096
 
 
@@ -45,12 +45,13 @@ _SMALLEST_HELD = 4096
 class Layer:
     """One layer: its names (the first counts), its class, its parameters' bytes, and why it stays in float.
 
-    - ``bytes``: parameters shared with a layer listed before count there.
+    - ``bytes``: parameters shared with an earlier layer count there.
     - ``reason``: why it stays in float; empty for a layer that is to be swapped.
-    - ``obstacle``: why it can't be swapped whatever a user wants; empty where ``reason`` is a choice (an output head)
-      or a caution (a rule).
-    - ``is_experts``: it holds fused experts. If they aren't understood, each of their weights is listed by itself.
-    - ``is_wish``: whether ``reason`` is that the user wants it so.
+    - ``obstacle``: why it can't be swapped, whatever a user wants; empty if ``reason`` is a choice (an output head) or
+      a caution (a rule).
+    - ``is_experts``: whether it holds fused experts. If their layout is unknown, each of their weights is listed
+      separately.
+    - ``is_wish``: whether ``reason`` is the user's wish.
     """
 
     names: list[str]
@@ -67,7 +68,7 @@ class Layer:
         return self.names[0]
 
     def scheme_for(self, scheme: QuantScheme) -> QuantScheme:
-        """What it is quantized with where ``scheme`` is wanted."""
+        """The scheme that it gets where ``scheme`` is wanted."""
         return scheme.for_experts() if self.is_experts else scheme
 
 
@@ -78,7 +79,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 
 class _Survey:
-    """What has to be known of the whole model to judge one layer. Modules and parameters are known by ``id``."""
+    """What must be known about the whole model to judge one layer. Modules and parameters are identified by ``id``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -91,7 +92,7 @@ class _Survey:
         self.base_parts: dict[int, set[int]] = {}
         dtypes: set[torch.dtype] = set()
         for name, module in model.named_modules():
-            # Not named_children(): it lists a module that has two names once.
+            # Not named_children(), which lists a module with two names only once.
             for child_name, child in module._modules.items():
                 self.names[id(child)].append(f"{name}.{child_name}" if name else child_name)
             for parameter in module.parameters(recurse=False):
@@ -138,7 +139,7 @@ class _Survey:
             yield Layer(aliases, kind, self._bytes([parameter]), reason, reason, is_experts)
 
     def _multiplied(self, cls: type[nn.Module], held: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Those that the code of ``cls`` multiplies by; all of them if it can't be read."""
+        """The ``held`` parameters that the code of ``cls`` multiplies by; all of them if the code can't be read."""
         if held and cls not in self.multiplied:
             self.multiplied[cls] = multiplied_parameters(cls)
         keys = self.multiplied.get(cls)
@@ -156,7 +157,7 @@ class _Survey:
         return self.base_parts[id(pretrained)]
 
     def _reason(self, names: list[str], module: nn.Module) -> tuple[str, str]:
-        """Why a linear layer, or experts, stay in float, and why they must; each empty if nothing says so."""
+        """Why a linear layer, or experts, stay in float, and why they must; each empty if there is no such reason."""
         if own := _own_reason(module):
             return own, own
         reasons = [found for name in names for found in self._reasons_at(name, module)]
@@ -164,7 +165,7 @@ class _Survey:
         return next((reason for reason, _ in reasons), ""), next(iter(obstacles), "")
 
     def _reasons_at(self, name: str, module: nn.Module) -> Iterator[tuple[str, bool]]:
-        """What keeps the layer called ``name`` in float, what is to be said first ahead, and whether it must stay."""
+        """The reasons that keep the layer ``name`` in float, the most important first, and whether it must stay."""
         if not name:
             yield "it is the model itself: put it into a module, such as nn.Sequential", True
             return
@@ -177,7 +178,7 @@ class _Survey:
             others = [holder for holder in self.holders[id(parameter)] if holder not in self.names[id(module)]]
             if others:
                 yield f"it shares its {key} with {others[0]}", True
-        # The nearest PreTrainedModel decides: a vision tower beside the base model is no task head.
+        # The nearest PreTrainedModel decides: a vision tower beside the base model isn't a task head.
         owner = next((holder for holder, _ in around if getattr(holder, "base_model_prefix", "")), None)
         if owner is not None and id(module) not in self._parts_of_base(owner):
             yield "task head, outside the base model", False
@@ -189,12 +190,12 @@ class _Survey:
 
 
 def is_kept_in_fp32(name: str, kept: Iterable[str]) -> bool:
-    """Whether a part of the dotted ``name`` is among ``kept``, what a transformers model keeps in float32."""
+    """Whether a part of the dotted ``name`` is in ``kept``, the list that a transformers model keeps in float32."""
     return any(re.search(rf"(^|\.){part}(\.|$)", name) for part in kept)
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of the module itself, and those that its parametrizations compute them from."""
+    """The module's own parameters, and those from which its parametrizations compute them."""
     yield from module.parameters(recurse=False)
     if is_parametrized(module):
         yield from module.parametrizations.parameters()  # type: ignore[union-attr]
@@ -217,16 +218,16 @@ def _output_head(module: nn.Module) -> nn.Module | None:
 
 
 def _heads_by_name(model: nn.Module) -> Iterator[nn.Module]:
-    """The last linear layer in each module that is called as output heads are, where it does what they do."""
+    """The last linear layer in each module that has an output head's name and function."""
     sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     top = model
     while len(top._modules) == 1 and (only := next(iter(top._modules.values()))) is not None and only._modules:
-        top = only  # what a wrapper holds
+        top = only  # the content of a wrapper
     for module in model.modules():
         for name, child in module._modules.items():
             if child is None or name not in (*_VOCABULARY_HEADS, *_HEADS):
                 continue
-            # What a transformers model calls so may be a pooling head. It names its output head itself.
+            # In a transformers model, such a name may mean a pooling head; the model tells its output head itself.
             is_at_the_end = module is top and not hasattr(module, "base_model_prefix")
             for part in child if isinstance(child, nn.ModuleList) else [child]:
                 last = next((layer for layer in reversed(list(part.modules())) if _is_linear(layer)), None)
@@ -236,7 +237,7 @@ def _heads_by_name(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _base_model(pretrained: nn.Module) -> nn.Module:
-    # As PreTrainedModel.base_model has it: a model without that attribute is its own base.
+    # As in PreTrainedModel.base_model: a model without that attribute is its own base.
     body = getattr(pretrained, str(pretrained.base_model_prefix), pretrained)
     return body if isinstance(body, nn.Module) else pretrained
 
@@ -253,7 +254,7 @@ def _own_reason(module: nn.Module) -> str:
             return "its weight is computed from others (weight norm, spectral norm, pruning)"
         if reason := cannot_be_carried(module):
             return reason
-    # accelerate, which replaces it too, is dealt with by an error, and puts the class's own back as it leaves.
+    # accelerate also replaces forward, but its hooks are checked separately, and it restores the class's own.
     forward = vars(module).get("forward")
     if forward is not None and not hasattr(module, "_hf_hook"):
         if getattr(forward, "__func__", None) is not type(module).forward:
@@ -277,7 +278,7 @@ def _own_reason(module: nn.Module) -> str:
 
 
 def _is_fused(name: str, kind: str, key: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter may be the weight of several experts: of three dimensions, or one below the other."""
+    """Whether a parameter may hold the weights of several experts: in three dimensions, or one below the other."""
     if is_lazy(parameter) or "bias" in key:
         return False
     if parameter.ndim == 3:

@@ -1,7 +1,7 @@
-"""``swap``: puts a quantized layer in the place of one float layer of a model.
+"""``swap``: replaces one float layer of a model by a quantized layer.
 
 The float weight is freed with the float layer, so that memory peaks at the model plus the working space of one layer.
-Experts can be swapped a tensor at a time (``ExpertsSwap``), for a model that is quantized as it is read.
+Experts can be swapped one tensor at a time (``ExpertsSwap``), for a model that is quantized while it is read.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from qgemm.numerics.integers import round_up
 from qgemm.scheme import QuantScheme
 
 _LEAST_SQUARES = 1e-25
-"""Of some rows of a weight: float32's range then holds squares of the differences, a hundred thousandth of these."""
+"""For a piece of rows: above this, float32 can hold the squares of differences, a hundred thousandth of it."""
 
 
 def swap(
     model: nn.Module, layer: Layer, scheme: QuantScheme, input_scale: InputScale | None = None, **decided: Any
 ) -> LayerRecord:
-    """Puts a quantized layer in the place of one layer of ``model``, under all its names.
+    """Replaces one layer of ``model`` by a quantized layer, under all its names.
 
-    ``decided``: what else ``from_linear`` of the scheme's class takes, such as a ``weight`` that a method has decided;
-    for experts ``weights``, by name.
+    ``decided``: other arguments of ``from_linear`` of the scheme's class, such as a ``weight`` that a method has
+    rounded; for experts, ``weights`` by name.
     """
     module = model.get_submodule(layer.name)
     with weights_at_hand(module):
@@ -54,10 +54,10 @@ def swap(
 
 
 class ExpertsSwap:
-    """Swaps one module of experts as its tensors come, in any order: ``take`` each, then ``finish``.
+    """Swaps one module of experts as its tensors arrive, in any order: ``take`` for each, then ``finish``.
 
-    ``waiting``: the shapes of the tensors that have yet to come, by their names in the float module. That stays in its
-    place until the end, with nothing of them in it.
+    ``waiting``: the shapes of the tensors still to come, by their names in the float module. That module stays in place
+    until the end, without values for these tensors.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ExpertsSwap:
         scheme: QuantScheme,
         weights: Mapping[str, tuple[Tensor, ...]] | None = None,
     ) -> None:
-        """``layer``: a module that ``describe_experts`` understands. ``weights``: those decided already, by name."""
+        """``layer``: a module that ``describe_experts`` understands. ``weights``: those already rounded, by name."""
         self._model, self._layer, self._decided = model, layer, weights or {}
         module = model.get_submodule(layer.name)
         self._source = describe_experts(module)
@@ -77,7 +77,7 @@ class ExpertsSwap:
         self._errors: list[float] = []
 
     def take(self, float_name: str, value: Tensor) -> None:
-        """Takes over one tensor of the float module; raises ``ValueError`` if it is a weight with NaN or Inf."""
+        """Converts one tensor of the float module; raises ``ValueError`` if it is a weight with NaN or Inf."""
         with useful_threads(value.device):
             self._take(float_name, value)
 
@@ -96,7 +96,7 @@ class ExpertsSwap:
             self._errors.append(error.value)
 
     def finish(self) -> LayerRecord:
-        """Puts the quantized module in its place."""
+        """Puts the quantized module in place."""
         assert not self.waiting, f"{next(iter(self.waiting))} has yet to come"
         return _put_and_record(self._model, self._layer, self._quantized, max(self._errors, default=None))
 
@@ -108,7 +108,7 @@ def _put_and_record(model: nn.Module, layer: Layer, quantized: QuantLayer, error
 
 
 def put(model: nn.Module, layer: Layer, quantized: QuantLayer) -> None:
-    """Puts ``quantized`` where ``model`` has ``layer``, under all its names, with what others have put there."""
+    """Replaces ``layer`` of ``model`` by ``quantized``, under all its names, with what others have added to it."""
     module = model.get_submodule(layer.name)
     quantized.layer_name = layer.name
     carry_over(module, quantized)
@@ -118,9 +118,9 @@ def put(model: nn.Module, layer: Layer, quantized: QuantLayer) -> None:
 
 
 def make_unusable(model: nn.Module, error: BaseException) -> None:
-    """Has ``model``, of which ``error`` has stopped the quantization half-way, refuse to run and to give its state.
+    """Makes ``model``, whose quantization ``error`` stopped half-way, refuse to run and to give its state.
 
-    The float weights of the layers that are swapped already are freed, so that nothing could bring it back.
+    The float weights of the layers that are already swapped have been freed, so the model can't be restored.
     """
     swapped = [module for module in model.modules() if isinstance(module, QuantLayer)]
     cause = " ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0])))
@@ -137,34 +137,34 @@ def make_unusable(model: nn.Module, error: BaseException) -> None:
 
 
 class WeightError:
-    """``norm(dequantized - weight) / norm(weight)`` (Frobenius) of a weight ``[N, K]`` that comes a few rows at a time.
+    """``norm(dequantized - weight) / norm(weight)`` (Frobenius) of a weight ``[N, K]`` given a few rows at a time.
 
-    Sums of rows are added up in float64. Different pieces, and other devices, may give a different sixth digit: take
+    Sums of rows are accumulated in float64. Other pieces, or other devices, may change the sixth digit, so use
     ``rows_at_a_time``.
     """
 
     def __init__(self, squares: tuple[float, float] = (0.0, 0.0)) -> None:
-        """``squares``: of one that had taken in some of the rows."""
+        """``squares``: the sums of an earlier object, to continue from."""
         self._squares = torch.tensor(squares, dtype=torch.float64, device="cpu")
 
     @staticmethod
     def rows_at_a_time(shape: Sequence[int], in_step: int = 1) -> int:
-        """How many rows of a weight ``[N, K]``, or of each of the experts in ``[E, N, K]``, make a piece.
+        """The number of rows in a piece of a weight ``[N, K]``, or of each of the experts in ``[E, N, K]``.
 
-        A multiple of ``in_step``, the layer's ``rows_in_step``.
+        It is a multiple of ``in_step``, the layer's ``rows_in_step``.
         """
-        # Three copies of a thirty-second in float64 take 3/8 of the memory of a bfloat16 weight. They are of 4 MB at
-        # most: of larger ones the C library gives the memory back each time, and getting it anew took more time than
-        # all sums (27 s for a checkpoint of 5.8 GB instead of 15). Experts are many and small: 25 MB are worked on at a
-        # time, or a GPU would wait for the host.
+        # Three float64 copies of a thirty-second take 3/8 of the memory of a bfloat16 weight. Each has at most 4 MB:
+        # the C library returns larger blocks to the system every time, and getting them anew took more time than all
+        # the sums (27 s for a checkpoint of 5.8 GB instead of 15). Experts are many and small: 25 MB are processed at a
+        # time, because otherwise a GPU would wait for the host.
         N, K = shape[-2:]
         return round_up(max(min(N // 32, 2**19 // K), (2**16 if len(shape) == 2 else 2**20) // K, 1), in_step)
 
     @torch.no_grad()
     def add(self, weight: Tensor, restore: Callable[[torch.dtype], Tensor]) -> None:
-        """Takes in some rows ``[n, K]``: the float ones, and those quantized, which ``restore`` makes in a dtype.
+        """Adds rows ``[n, K]``: the float ones, and the quantized ones, which ``restore`` converts to a dtype.
 
-        A CPU computes differences in float32, in two thirds of the time, unless their squares are beyond its range.
+        A CPU computes differences in float32, in two thirds of the time, unless their squares exceed its range.
         """
         self._squares = self._squares.to(weight.device)
         if weight.device.type == "cpu":
@@ -176,7 +176,7 @@ class WeightError:
 
     @classmethod
     def of_layer(cls, weight: Tensor, layer: LinearLayer) -> WeightError:
-        """Of all rows of a weight and of the layer made of it."""
+        """The error over all rows of a weight and of the layer made from it."""
         error, step = cls(), cls.rows_at_a_time(weight.shape, layer.rows_in_step)
         for start in range(0, weight.shape[0], step):
             rows = layer.rows_from(start, min(start + step, weight.shape[0]))
@@ -185,7 +185,7 @@ class WeightError:
 
     @property
     def squares(self) -> tuple[float, float]:
-        """The sums so far, of the squares of the differences and of the weight."""
+        """The sums of squares so far, of the differences and of the weight."""
         difference, norm = self._squares.tolist()
         return difference, norm
 
@@ -197,8 +197,8 @@ class WeightError:
 
 
 def _squares(weight: Tensor, restore: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
-    """float64 ``[2]``: the sums of the squares of the differences, and of the weight, computed in ``dtype``."""
+    """float64 ``[2]``: the sums of squares of the differences and of the weight, computed in ``dtype``."""
     wanted = weight.to(dtype, copy=True)
     error = restore(dtype).sub_(wanted)
-    # Row by row: several threads would each sum a part of it, and their number would be seen in the last digit.
+    # Row by row, because several threads would each sum a part, and their number would change the last digit.
     return torch.stack([values.square_().sum(1).double().sum() for values in (error, wanted)])

@@ -1,12 +1,12 @@
 """The layers that stay in float because the code around them needs their float weight.
 
-Most code calls a linear layer, and any module that answers the call will do. Some code reads ``layer.weight`` itself:
-handed int8 values it crashes, or goes on with wrong numbers. Nothing in a layer shows that, so the places are listed:
-the class that holds the layer, by glob, and the layer's path below it. A rule is for the classes of the Python modules
-that it names, and for what inherits from them: a class of somebody else that is called alike is none of its business.
-They were found by reading every modeling file of transformers; a test reads them again and fails where a place is
-missing here. Of other libraries, only some models were read or run. T5 and its relatives ask for the dtype of
-``wo.weight`` too, but know int8: they need no rule.
+Most code calls a linear layer, and any module that can be called the same way will do. Some code reads ``layer.weight``
+itself: given int8 values, it crashes, or continues with wrong numbers. A layer doesn't show that, so the places are
+listed here: the class that contains the layer, by glob, and the layer's path below it. A rule applies to classes of the
+Python modules that it names, and to classes that inherit from them, but not to other classes of the same name. The
+places were found by reading every modeling file of transformers; a test reads them again and fails if one is missing
+here. For other libraries, only some models were read or run. T5 and its relatives also ask for the dtype of
+``wo.weight``, but know int8, so they need no rule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-# Code that a checkpoint brings along (trust_remote_code) is named as transformers' own is.
+# Code that a checkpoint contains (trust_remote_code) has the same names as transformers' own.
 _TRANSFORMERS = ("transformers.models.*", "transformers_modules.*")
 _PEFT = ("peft.*",)
 _DIFFUSERS = ("diffusers.*",)
@@ -28,7 +28,7 @@ _SENTENCES = ("sentence_transformers.*",)
 class SwapRule:
     """Layers at ``paths`` below a module of a class named like ``holder`` stay in float, for ``reason``.
 
-    ``modules``: the Python modules of such classes, by glob. ``only_with``: an attribute of the holder; where that is
+    ``modules``: the Python modules of such classes, by glob. ``only_with``: an attribute of the holder; if that is
     missing or None, the code that needs the weight doesn't run.
     """
 
@@ -44,8 +44,8 @@ _FUSED = "its weight goes to a fused kernel"
 _READ = "its weight is read directly"
 _ROUTER = "it routes tokens to experts: small and sensitive"
 SWAP_RULES = (
-    # State space models hand projections to a CUDA kernel (some of them only in training), and multiply by dt_proj's
-    # weight elsewhere.
+    # State space models pass projections to a CUDA kernel (some only in training), and multiply by dt_proj's weight
+    # elsewhere.
     SwapRule("MambaMixer", ("x_proj", "dt_proj", "out_proj"), _FUSED),
     SwapRule("FalconMambaMixer", ("x_proj", "dt_proj", "out_proj"), _FUSED),
     SwapRule("JambaMambaMixer", ("dt_proj",), _READ),
@@ -83,9 +83,9 @@ SWAP_RULES = (
     SwapRule("*Router", ("*",), _ROUTER),
     SwapRule("*Gate", ("*",), _ROUTER),
     SwapRule("*M[oO][eE]*", ("gate", "router", "shared_expert_gate"), _ROUTER),
-    # Adapters (LoRA) are small, still train, and their dtype is what the input is cast to.
+    # Adapters (LoRA) are small and are still trained, and the input is cast to their dtype.
     SwapRule("*", ("*lora_[AB].*",), "it is an adapter", _PEFT),
-    # diffusers casts to the dtype of the first parameter, which knows nothing of a ``StoredWeight``.
+    # diffusers casts to the dtype of the first parameter, which isn't a ``StoredWeight``.
     SwapRule("*Time*Embedding*", ("time_embedder.*", "delta_embedder.*"), _CASTS, _DIFFUSERS),
     SwapRule("*Transformer*", ("time_embedder.*", "time_embedding.*"), _CASTS, _DIFFUSERS),
     SwapRule("MiniMaxH3*", ("linear", "proj_in", "audio_proj_in", "context_embedder*", "proj_out"), _CASTS, _DIFFUSERS),
@@ -103,14 +103,14 @@ SWAP_RULES = (
     SwapRule("StreamingSpanModel", ("token_projection", "labels_encoder.*"), _CASTS, ("gliner.*",)),
     SwapRule("SparseAutoEncoder", ("encoder", "decoder"), _READ, _SENTENCES),
     SwapRule("Dense", ("linear",), "sentence-transformers loads it in float only", _SENTENCES),
-    # PEFT merges an adapter by adding it to the weight in place. The other wrapper holds what it trains as a whole.
+    # PEFT merges an adapter by adding it to the weight in place. The other wrapper keeps a whole copy to train.
     SwapRule("BaseTunerLayer", ("base_layer",), "it has an adapter: quantize first, then attach the adapter", _PEFT),
     SwapRule("AuxiliaryTrainingWrapper", ("*",), "it trains beside an adapter", _PEFT),
 )
 
 
 def modules_around(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-    """Each module around the layer called ``name``, the nearest first, with the layer's dotted path below it."""
+    """Each module around the layer ``name``, the nearest first, with the layer's dotted path below it."""
     parts = name.split(".")
     return [
         (model.get_submodule(".".join(parts[:depth])), ".".join(parts[depth:]))
@@ -121,7 +121,7 @@ def modules_around(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
 def find_rule(ancestors: Iterable[tuple[nn.Module, str]]) -> SwapRule | None:
     """The rule that keeps a layer in float, or None.
 
-    ``ancestors``: each module around the layer, and the layer's dotted path below it.
+    ``ancestors``: each module around the layer, with the layer's dotted path below it.
     """
     for holder, path in ancestors:
         for rule in SWAP_RULES:

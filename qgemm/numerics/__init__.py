@@ -1,1 +1,1 @@
-"""Number formats and how values become them, in plain PyTorch."""
+"""Number formats, and the conversion of values to them, in plain PyTorch."""

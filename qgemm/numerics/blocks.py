@@ -1,7 +1,7 @@
 """Scales of blocks: one for each ``BLOCK`` values along K of an activation's row, and ``BLOCK x BLOCK`` of a weight.
 
-The last block of a dimension is short where ``BLOCK`` doesn't divide it. That is the format of DeepSeek-V3's
-checkpoints (arXiv 2412.19437, section 3.3.2).
+The last block of a dimension is shorter if ``BLOCK`` doesn't divide it. This is the format of DeepSeek-V3's checkpoints
+(arXiv 2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ BLOCK = 128
 
 
 def spread_groups(scale: Tensor, K: int) -> Tensor:
-    """The scale of each value, ``[M, K]``, from those of groups ``[M, ceil(K / 128)]``."""
+    """The scale of each value, ``[M, K]``, from scales of groups ``[M, ceil(K / 128)]``."""
     return scale.repeat_interleave(BLOCK, dim=1)[:, :K]
 
 
 def spread_blocks(scale: Tensor, N: int, K: int) -> Tensor:
-    """The scale of each value, ``[N, K]``, from those of blocks ``[ceil(N / 128), ceil(K / 128)]``."""
+    """The scale of each value, ``[N, K]``, from scales of blocks ``[ceil(N / 128), ceil(K / 128)]``."""
     return spread_groups(scale, K).repeat_interleave(BLOCK, dim=0)[:N]
 
 
 def grouped(rows: Tensor) -> Tensor:
-    """``[M, K]`` as ``[M, ceil(K / 128), 128]``, filled up with zeros."""
+    """``[M, K]`` as ``[M, ceil(K / 128), 128]``, padded with zeros."""
     M, K = rows.shape
     count = cdiv(K, BLOCK)
     return F.pad(rows, (0, count * BLOCK - K)).reshape(M, count, BLOCK)
@@ -42,11 +42,11 @@ def block_scales(weight: Tensor) -> Tensor:
 
 
 def round_blocks(weight: Tensor, scale: Tensor) -> Tensor:
-    """A float weight ``[N, K]`` rounded to nearest under ``block_scales``: e4m3 ``[N, K]``."""
+    """Rounds a float weight ``[N, K]`` to nearest with scales from ``block_scales``: e4m3 ``[N, K]``."""
     return FP8.store(weight.float() / spread_blocks(scale, *weight.shape))
 
 
 def dequantize_blocks(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``weight * scale`` of each block, ``[N, K]`` in ``dtype``, as ``groups.dequantize``."""
+    """``weight * scale`` for each block, ``[N, K]`` in ``dtype``, computed as in ``groups.dequantize``."""
     N, K = weight.shape
     return dequantize(weight, scale.repeat_interleave(BLOCK, dim=0)[:N], None, None, FP8, BLOCK, K, dtype)

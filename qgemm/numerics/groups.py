@@ -1,19 +1,20 @@
-"""Groups along K, each with a scale and maybe a zero point: how a weight is rounded, and what its values stand for.
+"""Groups along K, each with a scale and perhaps a zero point: how a weight is rounded, and what its values stand for.
 
-``W = (q - z) * s``, where ``s`` is what shares a scale with others of its row: ``group_size`` values along K, or the
-whole row. Where K is no multiple of the group's size, the last group of each row is shorter.
+``W = (q - z) * s``, where ``s`` belongs to ``group_size`` values along K, or to a whole row. If K isn't a multiple of
+the group size, the last group of each row is shorter.
 
-A scale is stored in one of these dtypes: float32, float16 or bfloat16; ``e8m0``, uint8 ``e`` for ``2^(e - 127)``, 255
-for NaN; ``e4m3``, float8 times the one global scale of the weight. That is a factor and a divisor, of which other
-libraries have one: ``s = e4m3 * factor / divisor``. Values are rounded with the scale as it is stored.
+A scale is stored in one of these dtypes: float32, float16 or bfloat16; ``e8m0``, uint8 ``e`` for ``2^(e - 127)``, where
+255 is NaN; ``e4m3``, float8 times a global scale of the weight. The global scale is a factor and a divisor,
+``s = e4m3 * factor / divisor``; other libraries have only one of the two. Values are rounded with the scale as it is
+stored.
 
-Those called ``steps`` are bfloat16 too, but all of a row are whole multiples, 1 to 16, of one step. So int4 values
-times their multiple are int8, and products of a row with int8 values one sum of integers. (Scales of groups that are
-integers are those of QServe, Lin et al. 2024, https://arxiv.org/abs/2405.04532.) A step has four significant bits, so
-that bfloat16 holds its multiples.
+The dtype ``steps`` is bfloat16 too, but all scales of a row are whole multiples, 1 to 16, of one step. So int4 values
+times their multiple fit int8, and the product of a row with int8 values is a single sum of integers. (Integer scales of
+groups are from QServe, Lin et al. 2024, https://arxiv.org/abs/2405.04532.) A step has four significant bits, so that
+bfloat16 can hold its multiples.
 
-The global scale of a weight quantized here is a power of two, so that ``s`` is exact in float32, and follows from the
-largest scale alone.
+The global scale of a weight quantized here is a power of two, so that ``s`` is exact in float32, and depends only on
+the largest scale.
 """
 
 from __future__ import annotations
@@ -34,40 +35,40 @@ SCALE_DTYPES: dict[str, torch.dtype] = {
     "e8m0": torch.uint8,
     "e4m3": torch.float8_e4m3fn,
 }
-"""The dtype of stored scales, by what schemes call it."""
+"""The dtype of stored scales, by the name that schemes use."""
 
 MAX_STEPS = 16
-"""How often a step goes into a scale, at most: 16 times -8 is still int8."""
+"""The largest multiple of a step: 16 times -8 still fits int8."""
 
-# Temporaries are of so many values at a time.
+# Temporaries have this many values at a time.
 _PIECE = 1 << 22
 
 
 def grouped(values: Tensor, group_size: int) -> Tensor:
-    """``[n, K]`` as ``[n, groups, group_size]``, the last group filled up with zeros."""
+    """``[n, K]`` as ``[n, groups, group_size]``, with the last group padded with zeros."""
     n, K = values.shape
     count = cdiv(K, group_size)
     return F.pad(values, (0, count * group_size - K)).reshape(n, count, group_size)
 
 
 def spread(scale: Tensor, group_size: int, K: int) -> Tensor:
-    """The scale of each value, ``[n, K]``, from those of groups ``[n, ceil(K / group_size)]``."""
+    """The scale of each value, ``[n, K]``, from scales of groups ``[n, ceil(K / group_size)]``."""
     if scale.shape[1] == 1:
         return scale.expand(-1, K)
     return scale.repeat_interleave(group_size, dim=1)[:, :K]
 
 
 def global_scale_of(amax: Tensor, form: Format) -> Tensor:
-    """The global scale, float32 ``[2]``, of a weight whose largest magnitude is ``amax``: a power of two, and 1."""
+    """The global scale, float32 ``[2]``, of a weight with largest magnitude ``amax``: a power of two, and 1."""
     wanted = amax.float() / (form.steps * FP8.high)
     power = _power_of_two(wanted.clamp(min=MIN_SCALE)).where(wanted.isfinite(), torch.nan)
     return torch.stack((power, torch.ones_like(power)))
 
 
 def round_scale(scale: Tensor, dtype: str, form: Format = INT4, global_scale: Tensor | None = None) -> Tensor:
-    """float32 scales rounded to those that ``dtype`` holds; NaN stays, and none becomes 0.
+    """Rounds float32 scales to values that ``dtype`` can hold; NaN stays, and none becomes 0.
 
-    ``[n, groups]`` for ``steps``, which are found for each row, and any shape for the others.
+    ``[n, groups]`` for ``steps``, which are found for each row; any shape for the others.
     """
     if dtype == "steps":
         return _in_steps(scale, _nearest_steps(scale)).where(scale.isfinite(), torch.nan)
@@ -83,7 +84,7 @@ def round_scale(scale: Tensor, dtype: str, form: Format = INT4, global_scale: Te
 
 
 def store_scale(scale: Tensor, dtype: str, global_scale: Tensor | None = None) -> Tensor:
-    """float32 scales that ``dtype`` holds, as it stores them."""
+    """Stores float32 scales, which ``dtype`` must be able to hold, in ``dtype``."""
     if dtype == "e8m0":
         mantissa, exponent = torch.frexp(scale)
         return (exponent + 126).where(mantissa.isfinite(), 255).to(torch.uint8)
@@ -94,7 +95,7 @@ def store_scale(scale: Tensor, dtype: str, global_scale: Tensor | None = None) -
 
 
 def float_scale(stored: Tensor, global_scale: Tensor | None = None) -> Tensor:
-    """float32 scales of stored ones, of any dtype in ``SCALE_DTYPES``."""
+    """Converts stored scales, of any dtype in ``SCALE_DTYPES``, to float32."""
     if stored.dtype == torch.uint8:
         bits = stored.int() << 23
         bits = bits.where(stored != 0, 1 << 22).where(stored != 255, 0x7FC00000)
@@ -104,9 +105,9 @@ def float_scale(stored: Tensor, global_scale: Tensor | None = None) -> Tensor:
 
 
 def steps_of(scale: Tensor) -> Tensor | None:
-    """The float32 step ``[n]`` of each row of float scales ``[n, groups]`` that are multiples of one; None if not all.
+    """The float32 step ``[n]`` of each row of float scales ``[n, groups]``; None unless all rows have one.
 
-    That is, of which they are exactly 1 to ``MAX_STEPS`` times as much.
+    A row has a step if its scales are exactly 1 to ``MAX_STEPS`` times the step.
     """
     scale = scale.float()
     largest = _largest(scale)
@@ -120,7 +121,7 @@ def steps_of(scale: Tensor) -> Tensor | None:
 
 
 def _largest(scale: Tensor) -> Tensor:
-    """The largest of each row ``[n, 1]``; 1 for rows without groups."""
+    """The largest scale of each row, ``[n, 1]``; 1 for rows without groups."""
     return scale.amax(1, keepdim=True) if scale.shape[1] else scale.new_ones(scale.shape[0], 1)
 
 
@@ -129,9 +130,9 @@ def _in_steps(scale: Tensor, step: Tensor) -> Tensor:
 
 
 def _nearest_steps(scale: Tensor) -> Tensor:
-    """The step ``[n, 1]``, of four significant bits, whose multiples are nearest to each row of ``[n, groups]``."""
+    """The step ``[n, 1]``, with four significant bits, whose multiples are nearest to each row of ``[n, groups]``."""
     scale = scale.where(scale.isfinite(), 0)
-    # From the least step that reaches the largest scale, an octave up: 8 to 15 of a power of two, then even ones.
+    # An octave from the smallest step that reaches the largest scale: 8 to 15 of a power of two, then even numbers.
     mantissa, exponent = torch.frexp((_largest(scale) / MAX_STEPS).clamp(min=MIN_SCALE))
     least = (mantissa * 16).ceil()
     best, least_error = torch.ones_like(mantissa), torch.full_like(mantissa, torch.inf)
@@ -146,16 +147,16 @@ def _nearest_steps(scale: Tensor) -> Tensor:
 def plain_scales(
     weight: Tensor, group_size: int, form: Format, dtype: str = "float32", global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The scales of float ``[n, K]``, ``[n, groups]``, as ``dtype`` holds them in float32, and zero points, int8.
+    """Scales for float ``[n, K]``: ``[n, groups]``, rounded to ``dtype`` but in float32; and int8 zero points, or None.
 
-    Without a zero point, None: ``amax / steps``. With one, which ``form`` says: ``(high - low) / steps``, of a range
-    that holds 0, and ``z`` such that ``low`` is stored as the smallest value.
+    Without zero points: ``amax / steps``. With zero points, if ``form`` has them: ``(high - low) / steps``, for a range
+    that contains 0, and ``z`` such that ``low`` is stored as the smallest value.
     """
     groups = grouped(weight.float(), group_size)
     if not form.has_zero_point:
         amax = groups.abs().amax(-1)
         scale = form.scale_of(amax)
-        if dtype in ("e4m3", "steps"):  # whose global scale, or step, none of zeros may determine
+        if dtype in ("e4m3", "steps"):  # groups of zeros must not affect the global scale, or the step
             scale = scale.where(amax != 0, MIN_SCALE)
         return round_scale(scale, dtype, form, global_scale), None
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
@@ -164,7 +165,7 @@ def plain_scales(
 
 
 def round_groups(weight: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int, form: Format) -> Tensor:
-    """Float ``[n, K]`` rounded to nearest with scales and zero points ``[n, groups]``: values of ``form``."""
+    """Rounds float ``[n, K]`` to nearest with scales and zero points ``[n, groups]``: values of ``form``."""
     K = weight.shape[1]
     quotients = weight / spread(scale, group_size, K)
     if zero_point is not None:
@@ -185,7 +186,7 @@ def quantize_groups(
 
 
 def store_values(values: Tensor, form: Format) -> Tensor:
-    """Values ``[n, K]`` of ``form`` as a layer stores them: those of 4 bits packed."""
+    """Values ``[n, K]`` of ``form`` as a layer stores them: 4-bit values are packed."""
     return pack_codes(form.to_codes(values), form.zero_code) if form.bits == 4 else values.contiguous()
 
 
@@ -201,7 +202,7 @@ def dequantize(
 ) -> Tensor:
     """The float weight ``[n, K]``: ``(q - z) * s`` in float32, or in float64 if that is ``dtype``, then in ``dtype``.
 
-    ``weight``: as ``store_values`` has it. ``scale``: as it is stored, ``[n, ceil(K / group_size)]``.
+    ``weight``: from ``store_values``. ``scale``: as stored, ``[n, ceil(K / group_size)]``.
     """
     n = weight.shape[0]
     out = torch.empty(n, K, dtype=dtype, device=weight.device)
@@ -224,7 +225,7 @@ def dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def to_input_order_(rows: Tensor, order: Tensor) -> Tensor:
-    """``[n, K]``, whose column ``j`` is of column ``order[j]`` of the input, put in the input's order, in place."""
+    """Reorders ``[n, K]``, whose column ``j`` belongs to input column ``order[j]``, to the input's order, in place."""
     order = order.long()
     for part in rows.split(max(1, _PIECE // max(rows.shape[1], 1))):
         part.copy_(torch.empty_like(part).index_copy_(1, order, part))
@@ -232,7 +233,7 @@ def to_input_order_(rows: Tensor, order: Tensor) -> Tensor:
 
 
 def _power_of_two(scale: Tensor) -> Tensor:
-    """The least power of two that is at least ``scale``, from 2^-126 to 2^127."""
+    """The smallest power of two that is at least ``scale``, from 2^-126 to 2^127."""
     mantissa, exponent = torch.frexp(scale)
     exponent = exponent.where(mantissa != 0.5, exponent - 1).clamp(-126, 127)
     return torch.ldexp(torch.ones_like(scale), exponent)

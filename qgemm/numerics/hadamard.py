@@ -1,13 +1,13 @@
 """``hadamard(x)``: rows times a block-diagonal orthonormal Walsh-Hadamard matrix.
 
-``x @ H``, where ``H`` has blocks ``H_n / sqrt(n)`` along its diagonal, ``n`` being the largest power of two that
-divides K, and ``H_n`` is Sylvester's: ``H_1 = [1]``, ``H_2n = [[H_n, H_n], [H_n, -H_n]]``. ``H`` is symmetric and its
-own inverse, so ``(x @ H) @ (W @ H).T = x @ W.T``: a layer may rotate its input if its weight ``[N, K]`` was rotated
-likewise. The large values of a few columns are spread over all of a block, which leaves less for quantization to lose
+``x @ H``, where ``H`` has blocks ``H_n / sqrt(n)`` along its diagonal; ``n`` is the largest power of two that divides
+K, and ``H_n`` is Sylvester's matrix: ``H_1 = [1]``, ``H_2n = [[H_n, H_n], [H_n, -H_n]]``. ``H`` is symmetric and its
+own inverse, so ``(x @ H) @ (W @ H).T = x @ W.T``: a layer may rotate its input if its weight ``[N, K]`` was rotated in
+the same way. Large values in a few columns are spread over their whole block, which reduces the error of quantization
 (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456).
 
-Both sides of a rotation come here: the layer for its input, and what works on its weight or on statistics of its input
-(a second moment ``S [K, K]`` of the input becomes ``H @ S @ H = hadamard(hadamard(S).T)``).
+Both sides of a rotation use this function: the layer for its input, and the code that works on its weight or on
+statistics of its input (a second moment ``S [K, K]`` of the input becomes ``H @ S @ H = hadamard(hadamard(S).T)``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-# A larger block is two products, with H_a and H_b where a * b = n: fewer operations, one more pass over memory.
+# A larger block takes two products, with H_a and H_b where a * b = n: fewer operations, one more pass over memory.
 MAX_PRODUCT_COLUMNS = 256
 
 _matrices: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
@@ -30,17 +30,17 @@ def block_size(K: int) -> int:
 
 @torch.no_grad()
 def hadamard(x: Tensor) -> Tensor:
-    """``x @ H`` for float ``x [..., K]``, in its dtype, contiguous. Odd K: a copy.
+    """``x @ H`` for float ``x [..., K]``, in its dtype, contiguous. If K is odd, it is a copy.
 
-    Products are the device's, summed in float32 or wider; of a 16-bit type there is one rounding more if ``n`` is above
-    256, and one more if ``log2(n)`` is odd. A row with NaN or Inf has one in each block that it was in.
+    Products run on the device, with sums in float32 or wider. A 16-bit dtype is rounded once more if ``n`` is above
+    256, and once more if ``log2(n)`` is odd. NaN or Inf in a row spreads to the whole block that it is in.
     """
     n = block_size(x.shape[-1])
     if n == 1 or not x.numel():
         return x.clone(memory_format=torch.contiguous_format)
     bits = n.bit_length() - 1
     right_bits = bits if n <= MAX_PRODUCT_COLUMNS else bits // 2
-    # Powers of two alone go into the matrices, which so are exact in every dtype; a root of two comes afterwards.
+    # The matrices contain only powers of two, which are exact in every dtype; a root of two is applied afterwards.
     right_shift = bits // 2 if n <= MAX_PRODUCT_COLUMNS else (right_bits + 1) // 2
     with torch.autocast(x.device.type, enabled=False):
         out = x.reshape(*x.shape[:-1], -1, 1 << right_bits) @ _sylvester(right_bits, right_shift, x)
@@ -53,14 +53,14 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def _sylvester(bits: int, shift: int, like: Tensor) -> Tensor:
-    """``H_n * 2^-shift`` for ``n = 2^bits``, with dtype and device of ``like``."""
+    """``H_n * 2^-shift`` for ``n = 2^bits``, with the dtype and device of ``like``."""
     key = (bits, shift, like.dtype, like.device)
     if key in _matrices:
         return _matrices[key]
     matrix = torch.full((1, 1), 2.0**-shift, dtype=like.dtype, device=like.device)
     for _ in range(bits):
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    # While a CUDA graph is captured nothing is computed, so there is nothing to keep.
+    # While a CUDA graph is captured, values aren't computed, so they can't be cached.
     if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         _matrices[key] = matrix
     return matrix

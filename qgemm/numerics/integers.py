@@ -1,4 +1,4 @@
-"""Whole numbers, as sizes of blocks and grids need them."""
+"""Functions of whole numbers, for the sizes of blocks and grids."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -7,10 +7,10 @@ def cdiv(a: int, b: int) -> int:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is at least ``size``."""
+    """The smallest multiple of ``multiple`` that is at least ``size``."""
     return cdiv(size, multiple) * multiple
 
 
 def next_power_of_2(count: int) -> int:
-    """The least power of 2 that is at least ``count``, and at least 1."""
+    """The smallest power of 2 that is at least ``count``, and at least 1."""
     return 1 << max(count - 1, 0).bit_length()
