@@ -1,4 +1,4 @@
-"""Quantizes checkpoints larger than memory: from files to files, without ever building the model."""
+"""Quantizes checkpoints larger than memory: from files to files, without building the model."""
 
 from qgemm.streaming.convert import quantize_checkpoint
 

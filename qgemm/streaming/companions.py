@@ -1,4 +1,4 @@
-"""What lies beside the weights, such as the tokenizer: which files go along with them."""
+"""The files beside the weights, such as the tokenizer: finds and copies those that belong to the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from qgemm.checkpoint.layout import checkpoint_file, is_checkpoint_file, read_te
 from qgemm.warn import warn_user
 
 CHAT_TEMPLATES = "additional_chat_templates"
-"""The one folder that transformers' tokenizers and processors write beside their files."""
+"""The only folder that transformers' tokenizers and processors write beside their files."""
 
 _MODULES = "modules.json"
-"""Where sentence-transformers lists what comes after the model, such as pooling, each with a folder of its own."""
+"""Where sentence-transformers lists the modules after the model, such as pooling, each with a folder of its own."""
 
-# Weights, of whatever library, and what says where they lie.
+# Weights of any library, and indices of them.
 _WEIGHTS = (
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".ot")
     + (".onnx_data", ".tflite", ".npz", ".npy", ".index.json")
 )  # fmt: skip
-# Where libraries say how weights are quantized, beside config.json: of what is written it would not be true.
+# Files, besides config.json, in which libraries describe quantization: copies would be wrong for the new checkpoint.
 _QUANTIZATION = ("quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json")
 _CODE = (".py", ".pyc", ".so", ".dll")
 _BYTES_AT_A_TIME = 1 << 20
@@ -32,9 +32,9 @@ _BYTES_AT_A_TIME = 1 << 20
 def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
     """The files of ``folder`` to copy, by their paths in it, and the code in it, which isn't copied.
 
-    Those are all files but weights, code, hidden files, the JSON files that are written anew or tell how weights are
-    quantized, and folders other than ``CHAT_TEMPLATES`` and those of sentence-transformers' modules, which may have
-    weights of their own. Raises ``CheckpointError`` for a link that leads out of the folder.
+    These are all files except weights, code, hidden files, JSON files that are rewritten or describe quantization, and
+    folders other than ``CHAT_TEMPLATES`` and those of sentence-transformers' modules, which may have weights of their
+    own. Raises ``CheckpointError`` for a link that leads out of the folder.
     """
     copied, code = [], []
     globs = {CHAT_TEMPLATES: "*.jinja", **dict.fromkeys(_module_folders(folder), "[!.]*")}
@@ -63,11 +63,11 @@ def _module_folders(folder: Path) -> list[str]:
     try:
         return [str(module["path"]) for module in json.loads(read_text(checkpoint_file(folder, _MODULES)))]
     except (ValueError, TypeError, KeyError, RecursionError):
-        return []  # it is somebody else's, and is copied as it is
+        return []  # the file has another meaning, and is copied unchanged
 
 
 def find_companions_to_copy(folder: Path) -> list[Path]:
-    """The files that ``find_companions`` finds; warns of code, which isn't copied."""
+    """The files that ``find_companions`` finds; warns about code, which isn't copied."""
     copied, code = find_companions(folder)
     if code:
         warn_user(f"{', '.join(code)} in {folder} are not copied: qgemm runs no code of a checkpoint")
@@ -75,7 +75,7 @@ def find_companions_to_copy(folder: Path) -> list[Path]:
 
 
 def copy_companion(path: Path, target: BinaryIO) -> None:
-    """Copies the file at ``path``; raises ``CheckpointError`` if it isn't there any more, or changes meanwhile."""
+    """Copies the file at ``path``; raises ``CheckpointError`` if it no longer exists, or changes meanwhile."""
     with reading(path):
         original = open_regular(path)
     with original:

@@ -1,9 +1,9 @@
-"""Where each tensor of a float model comes from: transformers' renamings and conversions, applied to names and shapes.
+"""The source of each tensor of a float model: applies transformers' renamings and conversions to names and shapes.
 
 Names in files may differ from those in the model, and some tensors are made of others (the experts of a layer are one
-tensor in memory, many in files). transformers describes that as a list of renamings and conversions for each model.
-Here they are applied as ``from_pretrained`` of transformers 5.17 to 5.24 does, but values are read when their turn
-comes, one expert at a time where each is made of its own tensors.
+tensor in memory, many in files). transformers describes that by a list of renamings and conversions for each model.
+They are applied here as ``from_pretrained`` of transformers 5.17 to 5.24 does, but values are read only when they are
+needed, one expert at a time if each expert is made of its own tensors.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.streaming.float_tensors import ConversionTurn, FloatTensor, made_float, merged_experts, stored_float
 from qgemm.streaming.source import Source
 
-# A tensor that goes into a conversion: the pattern that it matched, its name in the files, and what to cast it to.
+# An input of a conversion: the pattern that it matched, its name in the files, and the dtype to cast it to.
 _Input: TypeAlias = "tuple[str, str, torch.dtype]"
 
 
 def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], list[str]]:
-    """How each tensor of ``model`` comes from the files, and the names of those in the files that none comes from.
+    """How each tensor of ``model`` is made from the files, and the names of tensors in the files that aren't used.
 
-    Reads no values. Raises ``CheckpointError`` if shapes differ, or if tensors can't be made into what the model has.
+    Reads no values. Raises ``CheckpointError`` if shapes differ, or if tensors can't be made into the model's.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -85,9 +85,9 @@ def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], li
 
 
 def _split_by_expert(converter: Any, inputs: list[_Input], count: int) -> tuple[list[list[str]], int] | None:
-    """What each of ``count`` experts is made of, in order, and along which dimension; None if not of its own tensors.
+    """What each of ``count`` experts is made of, in order, and along which dimension; None if experts share tensors.
 
-    That is, if those of each pattern are stacked, and the stacks then put together.
+    Each has its own if the tensors of each pattern are stacked, and the stacks are then concatenated.
     """
     stack, *joins = [(type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations]
     join, dim = joins[0] if joins else ("Concatenate", 1)
@@ -101,7 +101,7 @@ def _split_by_expert(converter: Any, inputs: list[_Input], count: int) -> tuple[
 
 
 def _dtype_rule(model: Any, wanted: dict[str, Tensor]) -> Callable[[str], torch.dtype]:
-    """What dtype a tensor of the model gets: that in which the class builds it, or float32 where that says so."""
+    """The rule for a tensor's dtype in the model: the one the class builds it with, or float32 if the class says so."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(model.config.dtype)
@@ -152,14 +152,14 @@ def _read(source: Source, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _try(run: Callable[..., dict[str, Tensor]], source: Source, target: str, inputs: list[_Input]) -> dict[str, Tensor]:
-    """What a conversion makes, on meta."""
+    """Runs a conversion on meta."""
 
     def read(name: str, dtype: torch.dtype) -> Tensor:
         return torch.empty(source.tensors[name].shape, dtype=dtype, device="meta")
 
     try:
         return run(read=read)
-    except Exception as error:  # whatever transformers' code makes of shapes that it didn't expect
+    except Exception as error:  # transformers' code may raise anything for unexpected shapes
         first, rest = inputs[0][1], len(inputs) - 1
         raise CheckpointError(
             f"{source.folder}: {first} and {rest} more can't be combined into {target}: {error}"

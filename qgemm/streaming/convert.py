@@ -1,4 +1,4 @@
-"""``quantize_checkpoint``: from a folder of float weights to one of quantized weights, in little memory."""
+"""``quantize_checkpoint``: quantizes a folder of float weights to another folder, using little memory."""
 
 from __future__ import annotations
 
@@ -56,43 +56,43 @@ def quantize_checkpoint(
 ) -> QuantReport:
     """Quantizes the checkpoint of a transformers model from files to files, without building the model.
 
-    Writes the same files to the new folder ``destination`` as ``from_pretrained(source)``, ``quantize_model`` and
-    ``save_quantized``, bit for bit, and copies other files in ``source``, such as the tokenizer; returns the report. A
-    few rows of a weight, or one expert, are in memory at a time.
+    Writes to the new folder ``destination`` the same files, bit for bit, as ``from_pretrained(source)``,
+    ``quantize_model`` and ``save_quantized``, and copies other files in ``source``, such as the tokenizer; returns the
+    report. Only a few rows of a weight, or one expert, are in memory at a time.
 
-    - ``source``: a folder with ``config.json`` and safetensors files, of float weights.
-    - ``scheme``, ``skip``, ``include``, ``input_scales``: as for ``quantize_model``.
+    - ``source``: a folder with ``config.json`` and safetensors files with float weights.
+    - ``scheme``, ``skip``, ``include``, ``input_scales``: as in ``quantize_model``.
     - ``calibration``: instead of ``input_scales``, the statistics that ``qgemm.calibrate`` has collected.
     - ``drop``: names or globs of tensors to ignore, which the model doesn't have.
-    - ``device``: where weights are quantized, a part at a time. With several workers ``"cuda"`` means all GPUs, one
-      after the other for each of them.
-    - ``max_shard_size``: the maximum size of a file, in bytes or as text like ``"5GB"``.
-    - ``workers``: how many processes write files at the same time, this one among them. The files are the same.
-    - ``resume``: whether to continue an interrupted run with the same arguments. Its work is in
+    - ``device``: where weights are quantized, a part at a time. With several workers, ``"cuda"`` means all GPUs,
+      assigned to the workers in turn.
+    - ``max_shard_size``: the maximum size of a file, in bytes or as text such as ``"5GB"``.
+    - ``workers``: how many processes write files at the same time, including this one. The files are the same.
+    - ``resume``: whether to continue an interrupted run that had the same arguments. Its work is in
       ``<destination>.partial``; finished parts are verified and kept. False starts over.
     - ``progress``: whether to show a progress bar; None shows one on a terminal only.
 
-    Each process uses one thread of PyTorch: pieces are small, and threads that wait for one another on busy cores take
+    Each process uses one PyTorch thread: pieces are small, and threads that wait for one another on busy cores take
     many times as long.
 
     Raises ``CheckpointError`` for a source that is damaged, already quantized, a pickle, or doesn't match transformers'
     class of the model, and for one that changes during the run; ``ValueError`` as ``quantize_model`` does, and for a
     device that doesn't exist; ``FileExistsError`` if ``destination`` isn't empty; ``OSError`` if the disk is full or
-    can't be written; ``RuntimeError`` if a worker process fails or is killed. ``destination`` is unchanged then.
-    ``KeyboardInterrupt`` has the progress and the folder.
+    can't be written; ``RuntimeError`` if a worker process fails or is killed. ``destination`` is then unchanged.
+    ``KeyboardInterrupt`` tells the progress and the folder.
     """
     wanted = Quantization.of(scheme, skip=skip, include=include, input_scales=input_scales)
     _check_calibration(wanted, calibration)
     source, destination = as_path("source", source), as_new_folder("destination", destination).absolute()
     devices = _devices(device, workers)
     job = Job(source.absolute(), wanted, _names(drop), max_shard_size, calibration)
-    # Measured on two cores, 0.4 GB in bfloat16: 1.3 s with one thread and with two; with the cores busy, 9 s with one,
-    # and with two over 100 s, most of it waiting at the end of each operation.
+    # Measured on two cores with 0.4 GB in bfloat16: 1.3 s with one thread or two; with busy cores, 9 s with one thread,
+    # and over 100 s with two, mostly spent waiting at the end of each operation.
     with one_thread(), open_source(source) as opened, ExitStack() as processes:
-        # They start in less time than this process takes for its plan.
+        # The workers start in less time than this process needs for its plan.
         elsewhere = devices[1 : job.most_files(opened)]
         others = [processes.enter_context(started_worker(job.source, job.drop, each)) for each in elsewhere]
-        with no_garbage_collection():  # else a fifth of the time that importing transformers takes
+        with no_garbage_collection():  # which takes a fifth of the time to import transformers
             plan = job.plan(opened)
         if workers > len(plan.shards):
             warn_user(
@@ -104,7 +104,7 @@ def quantize_checkpoint(
         with _explained(destination, resume), open_workspace(destination, description) as workspace:
             if not resume:
                 workspace.clear()
-            # Of the job, so that a run that goes on with another's work gives its files the same one.
+            # Derived from the job, so that a run that continues another one's work gives its files the same id.
             save = Save(hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16])
             with _watched(opened, workspace), _interruptible(plan, workspace, resume):
                 with _prepared(plan, workspace, progress) as update:
@@ -123,7 +123,7 @@ def quantize_checkpoint(
 
 
 def _check_calibration(wanted: Quantization, calibration: Any) -> None:
-    """Raises ``TypeError`` and ``ValueError`` for what can be told of it before files are read."""
+    """Raises ``TypeError`` and ``ValueError`` for problems that show before files are read."""
     if calibration is None:
         return
     if not isinstance(calibration, Calibration):
@@ -137,7 +137,7 @@ def _check_calibration(wanted: Quantization, calibration: Any) -> None:
 
 @contextmanager
 def _prepared(plan: CheckpointPlan, workspace: Workspace, progress: bool | None) -> Iterator[Callable[[int], object]]:
-    """Finds what is done already; gives what moves the progress bar, which is shown meanwhile."""
+    """Finds what is already finished; yields the function that advances the progress bar, which is shown inside."""
     hide = None if progress is None else not progress
     with tqdm(desc="verify", unit="B", unit_scale=True, disable=hide, leave=False) as bar:
         workspace.recover(plan.shards, bar.update)
@@ -149,7 +149,7 @@ def _prepared(plan: CheckpointPlan, workspace: Workspace, progress: bool | None)
 
 
 class _Shards:
-    """The files that are not done, each of which one of several threads takes and writes."""
+    """The unfinished files, each of which one of several threads takes and writes."""
 
     def __init__(
         self,
@@ -159,9 +159,9 @@ class _Shards:
         metadata: Mapping[str, str],
         update: Callable[[int], object],
     ) -> None:
-        """``metadata``: as for ``write_shard``. ``update`` is told the bytes of float values that were dealt with."""
+        """``metadata``: as for ``write_shard``. ``update`` gets the number of bytes of float values processed."""
         left = (file_name for file_name in plan.shards if file_name not in workspace.finished)
-        # The largest first: at the end, others wait for whoever has the last one.
+        # The largest first, because at the end all others wait for the thread with the last file.
         self.left = sorted(left, key=lambda file_name: -plan.shard(file_name).bytes_to_read)
         self.failure: BaseException | None = None
         self._source, self._plan, self._workspace, self._metadata = source, plan, workspace, metadata
@@ -171,10 +171,10 @@ class _Shards:
     def write(self, write: Callable[..., dict[str, float]]) -> None:
         """Writes files until none is left, or another thread has failed.
 
-        ``write``: ``write_shard`` without ``device``.
+        ``write``: ``write_shard`` without its ``device``.
         """
         try:
-            # While one file reaches the disk the next one is made.
+            # The next file is made while the previous one is forced to the disk.
             with ThreadPoolExecutor(1) as behind:
                 finished: Future[None] | None = None
                 while (file_name := self._take()) is not None:
@@ -195,7 +195,7 @@ class _Shards:
             raise
 
     def _finish(self, opened: ExitStack, file_name: str, errors: dict[str, float]) -> None:
-        """Sees a file to the disk, which was ``opened``, and notes that it is done."""
+        """Waits until the file that was ``opened`` is on the disk, and notes that it is finished."""
         opened.close()
         self._source.check_unchanged()
         self._workspace.note_finished(file_name, errors)
@@ -211,21 +211,21 @@ class _Shards:
             self._update(count)
 
     def _note(self, file: BinaryIO, begun: Begun) -> None:
-        self._source.check_unchanged()  # so that the journal holds nothing that was made of another source
+        self._source.check_unchanged()  # so that the journal describes nothing made from a changed source
         self._workspace.note_begun(begun, file)
 
 
 class _Abandoned(Exception):
-    """Another thread has failed, and says why."""
+    """Another thread has failed, and reports the reason."""
 
 
 def _write_shards(shards: _Shards, device: torch.device, workers: list[Worker], lock: BinaryIO) -> None:
-    """Writes the files that are left, on ``device`` in this process, and in those of ``workers``, which end then.
+    """Writes the files that are left, on ``device`` in this process, and in the ``workers``, which are then stopped.
 
-    ``lock``: the file whose lock they hold meanwhile.
+    ``lock``: the file whose lock the workers hold meanwhile.
     """
     count = max(0, len(shards.left) - 1)
-    for worker in workers[count:]:  # for whom no file is left
+    for worker in workers[count:]:  # no file is left for these
         worker.stop()
     workers = workers[:count]
     for worker in workers:
@@ -241,13 +241,13 @@ def _write_shards(shards: _Shards, device: torch.device, workers: list[Worker], 
             wait(written, return_when=FIRST_EXCEPTION)
             if shards.failure is not None:
                 raise shards.failure
-        finally:  # before the threads that wait for them are waited for
+        finally:  # before waiting for the threads, which wait for the workers
             for worker in workers:
                 worker.stop()
 
 
 def _devices(device: torch.device | str, workers: int) -> list[torch.device]:
-    """Where each process quantizes."""
+    """The device on which each process quantizes."""
     if not isinstance(workers, int) or isinstance(workers, bool):
         raise TypeError(f"workers is {shown(workers)}; it must be a number of processes, 1 or more")
     if workers < 1:
@@ -269,7 +269,7 @@ def _check_room(plan: CheckpointPlan, workspace: Workspace) -> None:
 
 @contextmanager
 def _watched(source: Source, workspace: Workspace) -> Iterator[None]:
-    """Says that the source was changed, whatever else came of that."""
+    """Reports that the source was changed, whatever else went wrong because of that."""
     try:
         yield
     except CheckpointError as error:
@@ -284,11 +284,11 @@ def _watched(source: Source, workspace: Workspace) -> Iterator[None]:
 
 @contextmanager
 def _interruptible(plan: CheckpointPlan, workspace: Workspace, resume: bool) -> Iterator[None]:
-    """Says how far the work is when it is interrupted, and how it goes on."""
+    """On an interrupt, tells the progress, and how to continue."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        if not workspace.content.exists():  # it is published
+        if not workspace.content.exists():  # it is already published
             raise
         sizes = {file_name: plan.shard(file_name).bytes_to_read for file_name in plan.shards}
         done = sum(sizes[file_name] for file_name in workspace.finished)
@@ -301,7 +301,7 @@ def _interruptible(plan: CheckpointPlan, workspace: Workspace, resume: bool) -> 
 
 @contextmanager
 def _explained(destination: Path, resume: bool) -> Iterator[None]:
-    """Makes one sentence of what becomes of a run whose disk is full or can't be written, or whose worker ends."""
+    """Explains in one sentence what happens to a run whose disk is full or can't be written, or whose worker ends."""
     try:
         yield
     except FileExistsError:

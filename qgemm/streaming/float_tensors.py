@@ -1,4 +1,4 @@
-"""The tensors of the float model, each of which is read when its turn comes, some rows at a time."""
+"""The tensors of the float model, which are read when they are needed, some rows at a time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from qgemm.streaming.source import Source
 
 @dataclass
 class FloatTensor:
-    """One tensor as the float model holds it. ``rows(start, stop)`` reads or makes some rows, on the CPU.
+    """One tensor of the float model. ``rows(start, stop)`` reads or makes some rows, on the CPU.
 
-    ``describe``: gives JSON-ready values of which ``parse_float`` makes the same tensor in another process.
+    ``describe``: gives JSON-ready values from which ``parse_float`` makes the same tensor in another process.
     """
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class FloatTensor:
 
     @property
     def row_count(self) -> int:
-        """The size of the first dimension; a number alone is one row."""
+        """The size of the first dimension; a tensor without dimensions counts as one row."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -38,18 +38,18 @@ class FloatTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``describe`` gives."""
+        """The result of ``describe``."""
         assert self.describe is not None
         return self.describe()
 
     def spans(self, step: int) -> Iterator[tuple[int, int]]:
-        """Where to start and stop to read all rows, ``step`` at a time."""
+        """The starts and stops for reading all rows, ``step`` at a time."""
         for start in range(0, self.row_count, step):
             yield start, min(start + step, self.row_count)
 
 
 def stored_float(source: Source, name: str, dtype: torch.dtype) -> FloatTensor:
-    """The tensor ``name`` in a file, in whatever dtype, cast to ``dtype``."""
+    """The tensor ``name`` from a file, in any dtype, cast to ``dtype``."""
     return FloatTensor(
         source.tensors[name].shape,
         dtype,
@@ -59,7 +59,7 @@ def stored_float(source: Source, name: str, dtype: torch.dtype) -> FloatTensor:
 
 
 def merged_experts(source: Source, names: list[list[str]], dim: int, dtype: torch.dtype) -> FloatTensor:
-    """The tensors of experts, stacked. ``names``: in the files, of those that make one expert's along ``dim``."""
+    """The stacked tensors of experts. ``names``: in the files, of those that form one expert's along ``dim``."""
 
     def read(name: str) -> Tensor:
         return source.read_rows(name, 0, source.tensors[name].shape[0]).to(dtype)
@@ -75,7 +75,7 @@ def merged_experts(source: Source, names: list[list[str]], dim: int, dtype: torc
 
 
 def made_float(like: Tensor, make: Callable[[], Tensor], describe: Callable[[], dict[str, Any]]) -> FloatTensor:
-    """The tensor that ``make`` returns, with shape and dtype of ``like``; rows are views of it."""
+    """The tensor that ``make`` returns, with the shape and dtype of ``like``; rows are views of it."""
 
     def rows(start: int, stop: int) -> Tensor:
         return make()[start:stop] if like.ndim else make()
@@ -84,7 +84,7 @@ def made_float(like: Tensor, make: Callable[[], Tensor], describe: Callable[[], 
 
 
 def built_float(value: Tensor) -> FloatTensor:
-    """A tensor on the CPU that building the model computes, such as rotary frequencies, and that no file holds."""
+    """A tensor on the CPU that is computed when the model is built, such as rotary frequencies; it is in no file."""
 
     def describe() -> dict[str, Any]:
         values = bytes(value.contiguous().flatten().view(torch.uint8).tolist())
@@ -94,7 +94,7 @@ def built_float(value: Tensor) -> FloatTensor:
 
 
 def ordered_experts(tensor: FloatTensor, name: str, layout: FloatExperts) -> FloatTensor:
-    """A float weight or bias of experts in the layout of ``QuantExperts``, which calls it ``name``."""
+    """A float weight or bias of experts, which ``QuantExperts`` calls ``name``, in the layout of ``QuantExperts``."""
 
     def rows(start: int, stop: int) -> Tensor:
         values = tensor.rows(start, stop)
@@ -112,7 +112,7 @@ def ordered_experts(tensor: FloatTensor, name: str, layout: FloatExperts) -> Flo
 
 
 def parse_float(values: dict[str, Any], source: Source, made: Callable[[dict[str, Any]], FloatTensor]) -> FloatTensor:
-    """What gave ``values`` as its description, also by way of JSON; ``made``: of those that transformers makes."""
+    """The tensor with the description ``values``, possibly after JSON; ``made``: for those that transformers makes."""
     if "made" in values:
         return made(values)
     if "of" in values:
@@ -128,16 +128,16 @@ def parse_float(values: dict[str, Any], source: Source, made: Callable[[dict[str
 
 
 class ConversionTurn:
-    """The one conversion whose tensors are in memory, of all those of a checkpoint."""
+    """Keeps the tensors of only one conversion of a checkpoint in memory at a time."""
 
     def __init__(self) -> None:
-        """None is, yet."""
+        """Starts without a conversion."""
         self._convert: Callable[[], dict[str, Tensor]] | None = None
         self._values: dict[str, Tensor] = {}
 
     def value(self, convert: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
-        """One of the tensors that ``convert`` makes of some in the files, made now unless they were the last."""
+        """One of the tensors that ``convert`` makes from files; they are made now unless they were the last ones."""
         if self._convert is not convert:
-            self._values = {}  # before the next ones take memory
+            self._values = {}  # freed before the next ones take memory
             self._values, self._convert = convert(), convert
         return self._values[name]

@@ -1,4 +1,4 @@
-"""What a run makes of what, by which a later run knows it again."""
+"""What a run converts to what; a later run recognizes its work by this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qgemm.version import __version__
 
 @dataclass(frozen=True)
 class Job:
-    """The checkpoint in the folder ``source``, what is wanted of it, and the arguments of ``plan_checkpoint``."""
+    """The checkpoint in the folder ``source``, how to quantize it, and the other arguments of ``plan_checkpoint``."""
 
     source: Path
     wanted: Quantization
@@ -29,17 +29,17 @@ class Job:
     calibration: Calibration | None = None
 
     def plan(self, opened: Source) -> CheckpointPlan:
-        """What is to be written; raises as ``plan_checkpoint`` does. ``opened``: the source."""
+        """Plans what to write; raises as ``plan_checkpoint`` does. ``opened``: the source."""
         return plan_checkpoint(opened, self.wanted, self.drop, self.max_shard_size, self.calibration)
 
     def most_files(self, opened: Source) -> int:
-        """An upper bound of how many files are written, without a plan."""
+        """An upper bound of the number of files, without a plan."""
         total = sum(tensor.nbytes for tensor in opened.tensors.values())
-        # Of two files in a row, the tensors wouldn't fit into one.
+        # The tensors of two consecutive files together exceed the size of one file.
         return 2 * total // parse_size(self.max_shard_size) + 1
 
     def describe(self, opened: Source, plan: CheckpointPlan) -> dict[str, Any]:
-        """What the plan and the source are, JSON-ready: who finds all the same writes the same bytes."""
+        """Identifies plan and source, JSON-ready: a run for which all of this is equal writes the same bytes."""
         import transformers
 
         layout = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in plan.tensors.items()}

@@ -1,4 +1,4 @@
-"""What a run writes down, so that a later one goes on: which files are done, and how far others are."""
+"""The journal of a run, by which a later run continues: the finished files, and the progress of others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qgemm.checkpoint.layout import read_json
 
 @dataclass(frozen=True)
 class Finished:
-    """A file that is done: what it is known by, and the errors of the weights in it, by name."""
+    """A finished file: its fingerprint, and the errors of the weights in it, by name."""
 
     fingerprint: str
     errors: dict[str, float]
@@ -22,12 +22,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Begun:
-    """A file that isn't done, and how far it is.
+    """An unfinished file, and its progress.
 
-    - ``written``: the bytes of each tensor that are there, and their checksum.
-    - ``units``: how many weights and other tensors are done, and ``errors``, those of the weights among them.
-    - ``pieces``: how many pieces of the next one are done, and ``squares``, what ``WeightError`` has summed of them.
-    - ``read``: the bytes of float values that all that was made of.
+    - ``written``: the number of bytes of each tensor in the file, and their checksum.
+    - ``units``: how many weights and other tensors are finished; ``errors``: those of the weights among them.
+    - ``pieces``: how many pieces of the next unit are finished; ``squares``: what ``WeightError`` has summed over them.
+    - ``read``: the number of bytes of float values that all of this was made from.
     """
 
     name: str
@@ -41,20 +41,20 @@ class Begun:
 
 @dataclass(frozen=True)
 class Journal:
-    """``job``: JSON-ready values that say what is being made of what."""
+    """``job``: JSON-ready values that identify what is converted to what."""
 
     job: Any
     finished: dict[str, Finished]
     begun: dict[str, Begun]
 
     def write(self, path: Path) -> None:
-        """Replaces the file at ``path``, which is on the disk afterwards."""
+        """Replaces the file at ``path``; it is then on the disk."""
         with replacing(path) as file:
             file.write(json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, path: Path) -> Journal:
-        """The journal at ``path``; raises ``CheckpointError`` if it is damaged."""
+        """Reads the journal at ``path``; raises ``CheckpointError`` if it is damaged."""
         try:
             values = read_json(path)
             finished = {
@@ -69,7 +69,7 @@ class Journal:
 
 
 def parse_begun(values: dict[str, Any]) -> Begun:
-    """What ``asdict`` made of it, by way of JSON; raises as Python does for anything else."""
+    """Reads what ``asdict`` gave, after JSON; raises Python's own errors for anything else."""
     written = {name: (int(count), str(checksum)) for name, (count, checksum) in values["written"].items()}
     difference, norm = values["squares"]
     squares = float(difference), float(norm)

@@ -1,7 +1,7 @@
-"""The float model as transformers would load it: on meta, with where each of its tensors comes from.
+"""The float model as transformers would load it: on meta, with the source of each of its tensors.
 
-What ``from_pretrained`` passes over with a warning (a tensor that is missing and made up, or one that the model has no
-place for) is refused.
+Cases in which ``from_pretrained`` continues with a warning are refused: a missing tensor, which it would initialize,
+and a tensor that has no place in the model.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from qgemm.streaming.source import Source
 
 @dataclass(frozen=True)
 class FloatModel:
-    """``model``: a transformers model on meta, as it would be once loaded, and its ``tensors`` by name."""
+    """``model``: a transformers model on meta, as it would be after loading, and its ``tensors`` by name."""
 
     model: nn.Module
     tensors: dict[str, FloatTensor]
 
 
 def plan_loading(source: Source, drop: Iterable[str]) -> FloatModel:
-    """The model in ``source``, and where its tensors come from; reads no values, but of tensors that may be tied.
+    """The model in ``source``, and the sources of its tensors; reads no values, except of tensors that may be tied.
 
     ``drop``: globs of tensors that may be left out. Raises ``CheckpointError``, naming the tensors, if transformers
-    would make some up, or have no place for others, or if shapes differ.
+    would initialize some, or have no place for others, or if shapes differ.
     """
     model = _build(source)
     tensors, unplaced = find_tensors(model, source)
@@ -83,7 +83,7 @@ def _generation_config(folder: Path) -> Any:
 
     if (folder / GENERATION_CONFIG_FILE).exists():
         return read_generation_config(checkpoint_file(folder, GENERATION_CONFIG_FILE))
-    # Older checkpoints say in the model's config how it generates.
+    # Older checkpoints have generation settings in the model's config.
     return GenerationConfig.from_pretrained(
         str(folder), config_file_name=CONFIG_FILE, _from_model_config=True, local_files_only=True
     )
@@ -98,11 +98,11 @@ def _set_dtype(model: Any, dtype: str) -> None:
 
 
 def _check_unplaced(model: Any, unplaced: list[str], drop: Iterable[str], source: Source) -> None:
-    # As transformers has it: buffers that used to be stored.
+    # As in transformers: buffers that used to be stored.
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     globs = list(drop)
     foreign = [name for name in unplaced if not any(re.search(pattern, name) for pattern in ignored)]
-    # Without their scales values that look like floats, such as fp8's, would be other weights.
+    # Values that look like floats, such as fp8, would be different weights without their scales.
     if foreign and (found := recognize(source.tensors)) is not None:
         raise CheckpointError(
             f"{source.folder} is quantized already, by its tensors ({found.format}), such as {foreign[0]}. Start from "
@@ -116,7 +116,7 @@ def _check_unplaced(model: Any, unplaced: list[str], drop: Iterable[str], source
 
 
 def _tie(model: Any, tensors: dict[str, FloatTensor]) -> None:
-    """Ties what is tied once loaded; of two that are both in the files, only if they are the same."""
+    """Ties what is tied after loading; if both tensors are in the files, only if they are equal."""
     for alias, name in list(model.all_tied_weights_keys.items()):
         parameter = get_tensor(model, alias)
         set_tensor(model, alias, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
@@ -142,9 +142,9 @@ def _are_equal(one: FloatTensor, other: FloatTensor) -> bool:
 
 
 def _add_built(model: Any, tensors: dict[str, FloatTensor], source: Source) -> None:
-    """Computes what no file holds, as ``from_pretrained`` does once all else is loaded: mostly buffers.
+    """Adds tensors that are in no file, computed as ``from_pretrained`` does after loading the rest: mostly buffers.
 
-    Raises ``CheckpointError`` for parameters of which the model's class doesn't say that they may be missing.
+    Raises ``CheckpointError`` for missing parameters, unless the model's class says that they may be missing.
     """
     limits = BuildLimits(source.tensors)
     buffers = model.named_buffers(remove_duplicate=False)

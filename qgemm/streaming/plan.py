@@ -1,7 +1,7 @@
-"""Everything that can be known of the quantized checkpoint before a value is read: its tensors, files, sizes.
+"""Everything about the quantized checkpoint that can be known before a value is read: its tensors, files and sizes.
 
-The model is quantized on meta by ``quantize_model`` itself, so that its decisions are the ones taken here, and the
-files are laid out as ``save_quantized`` does.
+``quantize_model`` itself quantizes the model on meta, so the decisions are the same, and the files are laid out as in
+``save_quantized``.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class CheckpointPlan:
     """The checkpoint to be written.
 
     - ``model``: the quantized model, on meta.
-    - ``tensors``: what the files hold, by name; values only where they aren't on meta.
+    - ``tensors``: the tensors in the files, by name; only those not on meta have values.
     - ``shards``: the names of the tensors in each file.
-    - ``weights``: of the tensors that are a quantized weight or its scales, the weight.
-    - ``copied``: of all others, where their values come from.
-    - ``input_scales``: of static layers, float32 rounded, by the tensors' names.
+    - ``weights``: for tensors that are a quantized weight or its scales, the weight.
+    - ``copied``: for all others, the source of their values.
+    - ``input_scales``: for static layers, rounded to float32, by the tensors' names.
     """
 
     model: nn.Module
@@ -54,14 +54,14 @@ class CheckpointPlan:
     input_scales: dict[str, float]
 
     def shard(self, file_name: str) -> ShardPlan:
-        """What one of the files holds."""
+        """The contents of one of the files."""
         names = self.shards[file_name]
         weights = {each.name: each for name in names if (each := self.weights.get(name)) is not None}
         copied = {name: self.copied[name] for name in names if name in self.copied}
         return ShardPlan({name: self.tensors[name] for name in names}, list(weights.values()), copied)
 
     def report(self, errors: Mapping[str, float]) -> QuantReport:
-        """The report on the model; ``errors``: of the quantized weights, by name."""
+        """The model's report; ``errors``: those of the quantized weights, by name."""
         of_layers: dict[str, float] = {}
         for name, error in errors.items():
             layer = self.weights[name].layer
@@ -84,7 +84,7 @@ def plan_checkpoint(
     max_shard_size: int | str,
     calibration: Calibration | None = None,
 ) -> CheckpointPlan:
-    """What is to be written of ``source``; raises as ``quantize_model`` and ``plan_loading`` do."""
+    """Plans what to write for ``source``; raises as ``quantize_model`` and ``plan_loading`` do."""
     limit = parse_size(max_shard_size)
     wanted.check_folds_no_bias("from files to files: load the float model, and pass it to qgemm.quantize_model")
     loading = plan_loading(source, drop)
@@ -93,7 +93,7 @@ def plan_checkpoint(
     tensors = stored_tensors(model)
     ties = find_ties(model, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
-    # Under whichever of its names a tied tensor is in the files.
+    # A tied tensor may be in the files under any of its names.
     floats = {id(loading.model.get_parameter_or_buffer(name)): float for name, float in loading.tensors.items()}  # type: ignore[operator]
     weights: dict[str, FloatWeight] = {}
     copied: dict[str, FloatTensor] = {}
@@ -119,9 +119,9 @@ def plan_checkpoint(
 def _made_of(
     name: str, quantized: nn.Module, float_module: nn.Module, floats: Mapping[int, FloatTensor]
 ) -> FloatWeight | FloatTensor:
-    """What the tensor ``name`` of a quantized model is: part of a quantized weight, or a float tensor as it is.
+    """What the tensor ``name`` of a quantized model is made from: a weight to quantize, or an unchanged float tensor.
 
-    It is in ``quantized``, in the place of ``float_module``. ``floats``: by the ``id`` of each tensor of the float
+    It belongs to ``quantized``, which replaces ``float_module``. ``floats``: by the ``id`` of each tensor of the float
     model.
     """
     owner, leaf = split_name(name)

@@ -1,6 +1,6 @@
-"""What one file of the checkpoint holds, and what that is made of: all that a process needs to write it.
+"""The contents of one file of the checkpoint, and their sources: all that a process needs to write it.
 
-It goes to another process as JSON. That one reads the same source, and needs neither the model nor transformers.
+It is sent to another process as JSON. That process reads the same source, and needs neither the model nor transformers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from qgemm.streaming.float_tensors import FloatTensor
 
 @dataclass(frozen=True)
 class FloatWeight:
-    """A weight that is to be quantized: its name and its layer's, its float values, and whether they are ``[K, N]``.
+    """A weight to be quantized: its name and its layer's, its float values, and whether they are ``[K, N]``.
 
-    It is called what the quantized layer calls it. That of experts is ``[E, N, K]``. ``scheme`` (its name) and sizes
-    are those of the layer, or of one expert's. ``parameters``: what those that hold the weight are called in the files.
+    Its name is the one in the quantized layer. A weight of experts is ``[E, N, K]``. ``scheme`` (its name) and sizes
+    are those of the layer, or of one expert's layer. ``parameters``: the names in the files of the parameters that
+    store the weight.
     """
 
     name: str
@@ -36,11 +37,11 @@ class FloatWeight:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What a file holds.
+    """The contents of a file.
 
-    - ``tensors``: by name; their shapes and dtypes count.
-    - ``weights``: the quantized weights that some of them are, or are scales of.
-    - ``copied``: of all others, where their values come from.
+    - ``tensors``: by name; only their shapes and dtypes matter.
+    - ``weights``: the quantized weights to which some of the tensors belong.
+    - ``copied``: for all other tensors, the source of their values.
     """
 
     tensors: dict[str, Tensor]
@@ -49,18 +50,18 @@ class ShardPlan:
 
     @cached_property
     def units(self) -> dict[str, FloatWeight | None]:
-        """What is made in one go, in order, by name: weights, and tensors that are copied, with None."""
+        """The units that are made in one go, in order, by name: weights; and copied tensors, with None."""
         owners = {name: weight for weight in self.weights for name in weight.parameters.values()}
         units = (owners.get(name) for name in self.tensors)
         return {(unit.name if unit else name): unit for name, unit in zip(self.tensors, units, strict=True)}
 
     @property
     def bytes_to_read(self) -> int:
-        """The bytes of float values that all this is made of."""
+        """The number of bytes of float values that the file is made from."""
         return sum(each.values.nbytes for each in self.weights) + sum(each.nbytes for each in self.copied.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values, which ``from_dict`` takes."""
+        """JSON-ready values for ``from_dict``."""
         return {
             "tensors": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in self.tensors.items()},
             "weights": [{**vars(weight), "values": weight.values.to_dict()} for weight in self.weights],
@@ -69,7 +70,7 @@ class ShardPlan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], float_tensor: Callable[[dict[str, Any]], FloatTensor]) -> ShardPlan:
-        """What ``to_dict`` gave, also by way of JSON. ``float_tensor``: makes a tensor of what its ``to_dict`` gave."""
+        """Reads what ``to_dict`` gave, also after JSON. ``float_tensor``: does the same for a ``FloatTensor``."""
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
             for name, (dtype, *shape) in values["tensors"].items()

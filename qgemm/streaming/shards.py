@@ -1,7 +1,7 @@
-"""Writes the tensors of one file, each read, quantized and written a few rows at a time.
+"""Writes the tensors of one file, each of which is read, quantized and written a few rows at a time.
 
-How far the file is can be noted after any of these pieces. A later run goes on there, with the same pieces, and so
-writes the same bytes.
+The progress can be recorded after any of these pieces. A later run continues there with the same pieces, and so writes
+the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qgemm.streaming.shard_plan import FloatWeight, ShardPlan
 from qgemm.warn import warn_user
 
 _BYTES_AT_A_TIME = 16 << 20
-# Of float values. A disk that writes 100 MB/s takes a second or two for what is made of them.
+# Of float values. A disk that writes 100 MB/s takes a second or two for the result.
 _BYTES_BETWEEN_NOTES = 256 << 20
 
 
@@ -39,9 +39,9 @@ def write_shard(
 ) -> dict[str, float]:
     """Writes the tensors of ``shard`` to ``file``; returns the errors of the weights among them, by name.
 
-    ``done`` is told the bytes of float values that were dealt with. ``begun``: how far the file is; ``note`` is told of
-    that now and then. ``metadata``: what the header says as well. Raises ``CheckpointError`` for a weight that holds
-    NaN or Inf, naming the layer.
+    ``done`` is called with the number of bytes of float values processed. ``begun``: the progress so far; ``note`` is
+    called with the progress now and then. ``metadata``: to add to the header. Raises ``CheckpointError``, naming the
+    layer, for a weight that holds NaN or Inf.
     """
     writer = SafetensorsWriter(file, shard.tensors, metadata)
     if not writer.go_on(begun.written):
@@ -72,7 +72,7 @@ def write_shard(
 def _made(
     shard: ShardPlan, unit: str, device: torch.device, error: WeightError, skip: int
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """The pieces of a unit but the first ``skip``: bytes of float values, and the rows that they become, by name."""
+    """The pieces of a unit after the first ``skip``: bytes of float values, and the resulting rows, by name."""
     weight = shard.units[unit]
     if weight is None:
         tensor = shard.copied[unit]
@@ -96,23 +96,23 @@ def _made(
             ) from problem
         error.add(part, partial(layer.restore_rows, made))
         nbytes = part.nbytes
-        del part  # of the next expert's weight and this one's only one need be in memory
-        if index == 0:  # what the weight has as a whole goes with its first rows
+        del part  # so that this expert's weight and the next one's aren't in memory together
+        if index == 0:  # tensors that belong to the weight as a whole come with its first rows
             made |= {leaf: layer.stored(leaf).detach() for leaf in layer.whole_names}
         yield nbytes, {weight.parameters[leaf]: rows for leaf, rows in made.items()}
 
 
 def _largest(weight: FloatWeight, device: torch.device, expert: int) -> Tensor:
-    """The largest magnitude of a weight, or of that of one expert, which is read once more for it."""
+    """The largest magnitude of a weight, or of one expert's, which is read one extra time for it."""
     if len(weight.values.shape) == 3:
         return largest(weight.values.rows(expert, expert + 1).to(device))
     return torch.stack([largest(rows) for _, _, rows in _rows(weight, device, 0, 1)]).amax()
 
 
 def _rows(weight: FloatWeight, device: torch.device, skip: int, in_step: int) -> Iterator[tuple[int, int, Tensor]]:
-    """The rows of a weight, as many at a time as ``WeightError`` wants, but the first ``skip`` of these pieces.
+    """The rows of a weight, in pieces of the size that ``WeightError`` wants, without the first ``skip`` pieces.
 
-    With the number of the expert that they belong to, 0 for a layer, and that of the piece of it.
+    Each comes with the number of its expert, 0 for a layer, and its piece's number in that expert.
     """
     values = weight.values
     if weight.is_transposed:

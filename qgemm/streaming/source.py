@@ -1,11 +1,11 @@
 """The float checkpoint that is read: safetensors files, some rows of a tensor at a time.
 
-Values are read into memory of their own, not mapped: pages of a mapped file count as memory that the process uses, and
-a file that shrinks while it is mapped ends the process. Reading may take hours, so each file is known by its identity:
-values come from the file whose header was read, and whether all are as they were can be asked at any time.
+Values are read into separate memory instead of mapped, because pages of a mapped file count as memory of the process,
+and a file that shrinks while it is mapped ends the process. Reading may take hours, so each file is identified: values
+come from the file whose header was read, and it can be checked at any time that no file has changed.
 
-Of a checkpoint that is larger than half of the free memory, the system is told to forget what was read: it would
-displace the files of others, and finding room takes time.
+For a checkpoint larger than half of the free memory, the system is told to drop what was read from its cache: otherwise
+that would displace other files, and finding room takes time.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _JSON_FILES = (CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE)
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """``stamp``: of a file. ``digest``: of the header of a safetensors file, and of any other file as a whole."""
+    """``stamp``: of a file. ``digest``: of the header of a safetensors file, or of the content of any other file."""
 
     stamp: Stamp
     digest: str
 
     @property
     def fingerprint(self) -> str:
-        """What a later run knows it by; the device's number is another one after a restart."""
+        """Identifies the file for a later run; it leaves out the device's number, which changes after a restart."""
         return f"{self.stamp.inode} {self.stamp.size} {self.stamp.mtime_ns} {self.digest}"
 
 
@@ -60,24 +60,24 @@ class Source:
     def __init__(
         self, folder: Path, tensors: dict[str, StoredTensor], identities: dict[str, FileIdentity | None]
     ) -> None:
-        """``identities``: of the files that were read, by name; None for one that isn't there."""
+        """``identities``: of the files that were read, by name; None for one that doesn't exist."""
         self.folder = folder
         self.tensors = tensors
         self.identities = identities
         self._files: dict[Path, BinaryIO] = {}
-        # 0 where the system doesn't say.
+        # False where the system doesn't tell its free memory.
         self._is_large = 2 * sum(tensor.nbytes for tensor in tensors.values()) > free_memory(torch.device("cpu")) > 0
 
     @property
     def fingerprints(self) -> dict[str, Any]:
-        """JSON-ready values that only the same files have, as a later run may find them."""
+        """JSON-ready values that identify the files, also for a later run."""
         shards = {n: i and i.fingerprint for n, i in self.identities.items() if n not in _JSON_FILES}
         return {name: (i := self.identities[name]) and i.digest for name in _JSON_FILES} | {"source": shards}
 
     def find_change(self, digests: bool = False) -> str | None:
-        """What has become of the files since they were read; None if they are as they were.
+        """How the files have changed since they were read; None if they haven't.
 
-        ``digests``: whether to read the headers, the config and the index once more.
+        ``digests``: whether to read the headers, the config and the index again.
         """
         for name, before in self.identities.items():
             path = self.folder / name
@@ -98,14 +98,14 @@ class Source:
         return None
 
     def check_unchanged(self, digests: bool = False) -> None:
-        """Raises ``CheckpointError`` if ``find_change`` finds one."""
+        """Raises ``CheckpointError`` if ``find_change`` finds a change."""
         if change := self.find_change(digests):
             raise CheckpointError(f"{self.folder} was changed while it was read: {change}")
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Some rows (indices of the first dimension) of the tensor ``name``, in the dtype that it is stored in.
+        """Reads some rows (indices of the first dimension) of the tensor ``name``, in its stored dtype.
 
-        A tensor without dimensions has one row, the number. Raises ``CheckpointError`` if the file has become shorter.
+        A tensor without dimensions has one row. Raises ``CheckpointError`` if the file has become shorter.
         """
         tensor = self.tensors[name]
         assert tensor.dtype is not None
@@ -138,15 +138,15 @@ class Source:
 
 @contextmanager
 def open_source(folder: Path) -> Iterator[Source]:
-    """The float checkpoint in ``folder``; raises ``CheckpointError`` if it isn't whole, or is a pickle."""
+    """Opens the float checkpoint in ``folder``; raises ``CheckpointError`` if it is incomplete, or a pickle."""
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "is not a folder"
         raise CheckpointError(f"{folder} {what}; give the folder of a float model{hub_hint(folder)}")
-    # Before they are read, so that whatever happens to them meanwhile is a change.
+    # Before reading, so that any later change of the files is noticed.
     identities = {name: _identify(folder / name) if (folder / name).exists() else None for name in _JSON_FILES}
     config = read_json(checkpoint_file(folder, CONFIG_FILE)) if identities[CONFIG_FILE] is not None else {}
     weights = weights_file(folder, config)
-    if weights.suffix == ".json":  # which may have a name of its own
+    if weights.suffix == ".json":  # an index may have a name of its own
         identities[weights.name] = _identify(weights)
     tensors = read_headers(folder, config)
     for tensor in tensors.values():

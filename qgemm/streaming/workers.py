@@ -1,10 +1,10 @@
-"""Worker processes: each writes files of the checkpoint that another process makes, one after the other.
+"""Worker processes, which write files of the checkpoint for another process, one after the other.
 
-A worker is a new Python, so it may be started wherever CUDA is in use, and from any script. It starts while the caller
-plans. Both talk in lines of JSON through pipes: the caller says what is to be in a file, the worker fills it and says
-how far it is. A worker doesn't import transformers, which takes seconds, unless a file holds what only code of
-transformers makes of the source's tensors. Names, journal and what becomes of the files are the caller's. A worker ends
-with its caller, and holds the caller's lock from its first file until then, so nobody writes who isn't known of.
+A worker is a new Python process, so it can be started even if CUDA is in use, and from any script. It starts while the
+caller plans. The two exchange lines of JSON through pipes: the caller describes a file's contents, the worker fills the
+file and reports its progress. A worker doesn't import transformers, which takes seconds, unless a file contains tensors
+that only transformers' code can make. Only the caller handles names, the journal and finished files. A worker ends with
+its caller, and holds the caller's lock from its first file until then, so that no unknown process writes.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from qgemm.streaming.shard_plan import ShardPlan
 from qgemm.streaming.shards import write_shard
 from qgemm.streaming.source import Source, open_source
 
-# The module path is the caller's, however that came about.
+# The module path is the caller's, however it was set.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from qgemm.streaming.workers import serve_caller; serve_caller(int(sys.argv[2]))"
 )
 
-# Of float values, a few hundredths of a second: the caller quantizes as well, and reads an answer in between.
+# Of float values, a few hundredths of a second: the caller also quantizes, and reads answers in between.
 _BYTES_BETWEEN_ANSWERS = 16 << 20
 
 
 class WorkerError(RuntimeError):
-    """A worker process failed, or was ended by somebody else."""
+    """A worker process failed, or was killed."""
 
 
 class Worker:
     """A worker process as its caller sees it. ``started_worker`` starts one."""
 
     def __init__(self, process: subprocess.Popen[bytes], files: socket.socket | None) -> None:
-        """``process``: reads lines from its standard input, and writes some to its standard output.
+        """``process``: reads lines from its standard input, and writes lines to its standard output.
 
-        ``files``: through which it is given open files; None where that can't be done, which has no such locks either.
+        ``files``: the socket through which it gets open files; None on systems without that, which have no such locks.
         """
         assert process.stdin is not None
         assert process.stdout is not None
@@ -64,9 +64,10 @@ class Worker:
         self._input, self._output, self._files = process.stdin, process.stdout, files
 
     def begin(self, lock: BinaryIO) -> None:
-        """Before the first file. ``lock``: an open file of this process, which the other one keeps open too."""
+        """To be called before the first file. ``lock``: an open file of this process, which the worker keeps open, too.
+        """
         if self._files is not None:
-            with suppress(OSError):  # it has ended, which is found when it doesn't answer
+            with suppress(OSError):  # it has ended, which shows when it doesn't answer
                 socket.send_fds(self._files, [b"."], [lock.fileno()])
 
     def write_shard(
@@ -78,10 +79,10 @@ class Worker:
         note: Callable[[Begun], object],
         metadata: Mapping[str, str],
     ) -> dict[str, float]:
-        """What ``shards.write_shard`` does, in the process.
+        """Does what ``shards.write_shard`` does, in the worker process.
 
-        ``file`` must have a name, by which the process opens it. Raises ``WorkerError`` if the process ends, or for an
-        error that isn't a ``CheckpointError`` or an ``OSError``, which are raised as they are.
+        ``file`` must have a name, by which the worker opens it. Raises ``WorkerError`` if the worker ends or reports an
+        unexpected error; a ``CheckpointError`` or ``OSError`` is raised as it is.
         """
         wanted = {"file": file.name, "shard": shard.to_dict(), "begun": asdict(begun), "metadata": dict(metadata)}
         self.send(wanted)
@@ -97,13 +98,13 @@ class Worker:
                 _raise(**message["error"])
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends the process a message; that it has ended is found when it doesn't answer."""
+        """Sends the process a message; if the process has ended, that shows when it doesn't answer."""
         with suppress(OSError):
             self._input.write(json.dumps(message).encode() + b"\n")
             self._input.flush()
 
     def stop(self) -> None:
-        """Ends the process, which leaves what it writes as it is."""
+        """Ends the process; files that it was writing stay as they are."""
         self.process.kill()
         self.process.wait()
         for pipe in (self._input, self._output):
@@ -126,7 +127,7 @@ class Worker:
 
 @contextmanager
 def started_worker(source: Path, drop: list[str], device: torch.device) -> Iterator[Worker]:
-    """A process that quantizes on ``device``, until the block is left. ``drop``: as for ``plan_loading``."""
+    """Starts a process that quantizes on ``device`` until the block ends. ``drop``: as for ``plan_loading``."""
     worker = Worker(*start_process())
     try:
         worker.send({"source": str(source), "drop": drop, "device": str(device)})
@@ -136,7 +137,7 @@ def started_worker(source: Path, drop: list[str], device: torch.device) -> Itera
 
 
 def start_process() -> tuple[subprocess.Popen[bytes], socket.socket | None]:
-    """Starts a Python that runs ``serve_caller``; also returns what gives it open files."""
+    """Starts a Python that runs ``serve_caller``; also returns the socket that passes open files to it."""
     command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     if os.name != "posix":
@@ -147,13 +148,13 @@ def start_process() -> tuple[subprocess.Popen[bytes], socket.socket | None]:
 
 
 def serve_caller(files: int) -> None:
-    """What a worker process does: files are asked for through its standard input, until that is closed.
+    """The main function of a worker process: serves requests from its standard input until that is closed.
 
-    ``files``: the descriptor of the socket through which open ones come, or -1.
+    ``files``: the descriptor of the socket for open files, or -1.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries' prints must not mix with answers
 
     def answer(**message: Any) -> None:
         answers.write(json.dumps(message).encode() + b"\n")
@@ -175,14 +176,14 @@ def _receive_all(put: Callable[[dict[str, Any]], object]) -> None:
     with os.fdopen(0, "rb") as lines:
         for line in lines:
             put(json.loads(line))
-    os._exit(0)  # the caller has ended, or needs nobody any more
+    os._exit(0)  # the caller has ended, or needs no worker any more
 
 
 def _work(receive: Callable[[], dict[str, Any]], answer: Callable[..., object], files: int) -> None:
     first = receive()
     device = torch.device(first["device"])
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # or the first GPU would hold something of every process
+        torch.cuda.set_device(device)  # otherwise every process would use some memory of the first GPU
     with open_source(Path(first["source"])) as opened:
         parse = partial(parse_float, source=opened, made=_Loading(opened, first["drop"]).find)
         if files >= 0:
@@ -194,14 +195,14 @@ def _work(receive: Callable[[], dict[str, Any]], answer: Callable[..., object], 
 
 
 class _Loading:
-    """The tensors of the float model that only transformers makes, found as the caller's plan has found them."""
+    """The tensors of the float model that only transformers can make, found as in the caller's plan."""
 
     def __init__(self, opened: Source, drop: list[str]) -> None:
         """Loads nothing yet."""
         self._opened, self._drop = opened, drop
 
     def find(self, values: dict[str, Any]) -> FloatTensor:
-        """What is described by ``values``; raises ``CheckpointError`` if it is another one here."""
+        """The tensor described by ``values``; raises ``CheckpointError`` if it is a different one here."""
         try:
             found = self._tensors.get(values["made"])
             difference = f"it finds another {values['made']}"
@@ -218,7 +219,7 @@ class _Loading:
     def _tensors(self) -> dict[str, FloatTensor]:
         from transformers.utils import logging
 
-        logging.set_verbosity_error()  # the caller has said it all
+        logging.set_verbosity_error()  # the caller has already shown these messages
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return plan_loading(self._opened, self._drop).tensors
@@ -236,7 +237,7 @@ def _write(shard: ShardPlan, device: torch.device, wanted: dict[str, Any], answe
             untold = 0
 
     def note(begun: Begun) -> None:
-        file.flush()  # the caller sees to it that it reaches the disk
+        file.flush()  # the caller makes sure that it reaches the disk
         answer(begun=asdict(begun))
 
     with path.open("r+b") as file:

@@ -1,9 +1,9 @@
-"""The folder beside the destination in which a run does its work, and from which a later run goes on.
+"""The folder beside the destination in which a run works, and from which a later run continues.
 
-``<destination>.partial`` holds ``content``, the files that are done and those that are being written, and
-``journal.json``, which says how far they are. What the journal says is on the disk before the journal is, and that is
-replaced as a whole, so a process may be killed, or the power go, at any moment. When all is there, ``content`` is
-renamed to the destination, which so appears whole, and the rest is removed.
+``<destination>.partial`` contains ``content``, with finished files and those being written, and ``journal.json``, which
+records the progress. What the journal describes is on the disk before the journal is, and the journal is replaced as a
+whole, so a kill or a power failure is safe at any moment. When all files are finished, ``content`` is renamed to the
+destination, which thus appears complete, and the rest is removed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _LOCK = "lock"
 
 
 def partial_folder(destination: Path) -> Path:
-    """Where the files for a destination are until all are done."""
+    """The folder for a destination's files until all are finished."""
     return destination.with_name(destination.name + ".partial")
 
 
 class Workspace:
-    """Where the files for a destination are made. ``open_workspace`` opens one.
+    """The work on the files for a destination. ``open_workspace`` opens one.
 
-    Several threads may each open and note a shard of their own.
+    Several threads may each open a shard and record its progress.
     """
 
     def __init__(self, destination: Path, job: dict[str, Any], lock: BinaryIO) -> None:
-        """``job``: JSON-ready values that say what is being made of what. ``lock``: the file whose lock is held."""
+        """``job``: JSON-ready values that identify what is converted to what. ``lock``: the locked file."""
         self.destination = destination
         self.folder = partial_folder(destination)
         self.content = self.folder / _CONTENT
@@ -54,7 +54,7 @@ class Workspace:
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """Opens a new file, which gets its name, a path within the folder, once it is whole and on the disk."""
+        """Opens a new file, which gets its name, a path within the folder, when it is complete and on the disk."""
         path = self.content / name
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as file:
@@ -62,7 +62,7 @@ class Workspace:
 
     @contextmanager
     def open_shard(self, name: str) -> Iterator[tuple[BinaryIO, Begun]]:
-        """Opens a shard, and says how far an earlier run was with it. It stays after a failure if that was noted."""
+        """Opens a shard; also gives an earlier run's progress. After a failure, it stays if progress was recorded."""
         path = self.content / name
         begun = self.begun.get(name)
         try:
@@ -71,13 +71,13 @@ class Workspace:
                 sync_file(file)
         except BaseException:
             if name not in self.begun:
-                with suppress(OSError):  # what led here is what has to be said
+                with suppress(OSError):  # the original error matters more
                     path.unlink()
             raise
         sync_folder(self.content)
 
     def note_begun(self, begun: Begun, file: BinaryIO) -> None:
-        """Puts into the journal how far a shard is, of which ``file`` is the open file."""
+        """Records the progress of a shard in the journal; ``file`` is the shard's open file."""
         sync_file(file)
         sync_folder(self.content)
         with self._noting:
@@ -85,7 +85,7 @@ class Workspace:
             self._write_journal()
 
     def note_finished(self, name: str, errors: dict[str, float]) -> None:
-        """Puts into the journal that the file ``name`` is done."""
+        """Records in the journal that the file ``name`` is finished."""
         with SafetensorsReader(self.content / name) as reader:
             finished = Finished(_fingerprint(reader), errors)
         with self._noting:
@@ -94,11 +94,11 @@ class Workspace:
             self._write_journal()
 
     def publish(self) -> None:
-        """Renames what is done to the destination."""
+        """Renames the finished content to the destination."""
         sync_folder(self.content)
         _check_is_free(self.destination)
         if os.name == "nt" and self.destination.exists():
-            self.destination.rmdir()  # it is empty, and Windows renames onto nothing
+            self.destination.rmdir()  # it is empty, and Windows can't rename onto an existing folder
         os.rename(self.content, self.destination)
         try:
             sync_folder(self.destination.parent)
@@ -106,17 +106,17 @@ class Workspace:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def clear(self) -> None:
-        """Removes what an earlier run did."""
+        """Removes an earlier run's work."""
         (self.folder / _JOURNAL).unlink(missing_ok=True)
         shutil.rmtree(self.content, ignore_errors=True)
 
     def recover(self, names: Collection[str], read: Callable[[int], object]) -> None:
-        """Finds those of the files called ``names`` that an earlier run finished or began.
+        """Finds those of the files ``names`` that an earlier run finished or began.
 
-        Those that are finished are checked: are they as they were written? ``read`` is told the bytes that were read.
-        Raises ``CheckpointError`` if the earlier run made something else.
+        Finished ones are verified to be as they were written. ``read`` is called with the number of bytes read. Raises
+        ``CheckpointError`` if the earlier run converted something else.
         """
-        # Without content there is nothing to go on from: it was published, and then removed.
+        # Without content there is nothing to continue from: it was published, and then removed.
         if (self.folder / _JOURNAL).exists() and self.content.is_dir():
             journal = Journal.read(self.folder / _JOURNAL)
             self._check_job(journal.job)
@@ -155,10 +155,10 @@ class Workspace:
 
 @contextmanager
 def open_workspace(destination: Path, job: dict[str, Any]) -> Iterator[Workspace]:
-    """The workspace for ``destination``, for this process alone.
+    """Opens the workspace for ``destination``, for this process alone.
 
-    What is in it stays if an error leaves the block. Raises ``FileExistsError`` if the destination exists and isn't
-    empty, and ``CheckpointError`` if another process is at it.
+    Its content stays if an error leaves the block. Raises ``FileExistsError`` if the destination exists and isn't
+    empty, and ``CheckpointError`` if another process is using the workspace.
     """
     folder = partial_folder(destination)
     _check_is_free(destination)
@@ -170,8 +170,8 @@ def open_workspace(destination: Path, job: dict[str, Any]) -> Iterator[Workspace
     with (folder / _LOCK).open("ab") as lock:
         if not lock_file(lock):
             raise CheckpointError(f"another process uses {folder}: wait for it, or choose another destination")
-        sync_folder(folder)  # so that a later run knows whose folder it is, whatever else of it is lost
-        _check_is_free(destination)  # of another process, which may have been done just now
+        sync_folder(folder)  # so that a later run knows whose folder it is, even if other content is lost
+        _check_is_free(destination)  # again, because another process may just have finished
         yield Workspace(destination, job, lock)
 
 
