@@ -1,4 +1,4 @@
-"""qgemm inside of other libraries. Each module imports its library as it is imported, so none is imported at once."""
+"""qgemm inside other libraries. Each module here imports its library, so ``register`` only imports it when needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.integrations.on_import import when_imported
 from qgemm.model.announce import when_quantized
 
-# What is imported, and the module here that is imported then.
+# A library's module, and the module here that is imported right after it.
 _OF_LIBRARIES = {
     "transformers.modeling_utils": "transformers",
     "torch.utils.flop_counter": "flop_counter",
@@ -22,10 +22,10 @@ _OF_LIBRARIES = {
 
 
 def register() -> None:
-    """Has each integration imported right after its library, in whatever order things are imported.
+    """Arranges for each integration to be imported right after its library, in whatever order things are imported.
 
-    So ``from_pretrained`` knows the method "qgemm" and LoRA knows QuantLinear. Too old a version is told so when
-    ``QGemmConfig`` is asked for, or one of its models is quantized or loaded.
+    So ``from_pretrained`` knows the method "qgemm" and LoRA knows QuantLinear. For a version that is too old, the error
+    comes when ``QGemmConfig`` is used, or one of its models is quantized or loaded.
     """
     for module, integration in _OF_LIBRARIES.items():
         when_imported(module, functools.partial(importlib.import_module, f"qgemm.integrations.{integration}"))

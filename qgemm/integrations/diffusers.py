@@ -1,7 +1,7 @@
-"""diffusers' models: the dtype that pipelines cast latents to, and no folder that diffusers would misread.
+"""diffusers' models: the dtype that pipelines cast latents to, and a refusal to save folders that it would misread.
 
-``ModelMixin.dtype`` is that of the first parameter of floats, which may be a weight in fp8, or a scale in float32. This
-module, which ``import qgemm`` imports as soon as diffusers' models are, has it look past those.
+``ModelMixin.dtype`` is the dtype of the first float parameter, which may be an fp8 weight or a float32 scale. This
+module, which ``import qgemm`` imports as soon as diffusers' models are imported, makes it skip these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _dtype_of_floats = getattr(_dtype_of_floats, "__wrapped__", _dtype_of_floats)  #
 
 @functools.wraps(_dtype_of_floats)
 def _dtype(self: Any) -> torch.dtype:
-    """That of the first parameter of floats that is neither a quantized weight nor a scale."""
+    """The dtype of the first float parameter that is neither a quantized weight nor a scale."""
     kept = self._keep_in_fp32_modules or ()
     after_quantized = False
     for name, module in self.named_modules():

@@ -1,9 +1,9 @@
-"""No folder of quantized layers that another library's loader would take for float ones.
+"""Refuses to save quantized layers in folders that another library's loader would read as float layers.
 
-``from_pretrained`` of ``PyTorchModelHubMixin``, as that of diffusers, builds the float model and copies into it what
-the folder has under its names, whatever the dtype, and leaves out the rest: int8 numbers become weights, without scales
-and without an error. So ``save_pretrained`` refuses and says what to call. transformers' classes have one of their own,
-which knows quantized layers.
+``from_pretrained`` of ``PyTorchModelHubMixin``, like diffusers', builds the float model and copies into it the folder's
+tensors of the same names, whatever their dtype, and leaves out the rest: int8 numbers would become weights, without
+scales and without an error. So ``save_pretrained`` raises an error that says what to call instead. transformers'
+classes have a ``save_pretrained`` of their own, which knows quantized layers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from qgemm.nn import QuantLayer
 
 
 def refuse_to_save(cls: type, method: str) -> None:
-    """Has ``cls.method`` raise ``ValueError`` for a model with quantized layers."""
+    """Makes ``cls.method`` raise ``ValueError`` for a model with quantized layers."""
     save = getattr(cls, method)
-    save = getattr(save, "_saves_floats", save)  # a notebook's autoreload comes here again
+    save = getattr(save, "_saves_floats", save)  # a notebook's autoreload runs this again
 
     @functools.wraps(save)
     def save_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,11 @@
-"""``when_imported``: does something once a library has been imported, whoever imports it, and whenever.
+"""``when_imported``: runs an action once a library has been imported, by whomever and whenever.
 
-transformers and PEFT have to be told of qgemm before they meet a quantized layer, and have no way for a package to
-announce itself. Importing them for that would take seconds, of everybody; waiting for a call into qgemm would be too
-late for a script that goes on with ``from_pretrained`` alone, which then takes int8 values for weights.
+transformers and PEFT must learn about qgemm before they meet a quantized layer, and have no mechanism by which a
+package announces itself. Importing them for that would take everybody seconds; waiting for a call into qgemm would be
+too late for a script that only calls ``from_pretrained``, which then takes int8 values for weights.
 
-So ``sys.meta_path`` gets a finder that answers for the awaited modules only. It asks the other finders for the module,
-has the action run after the module's own code, and leaves when it has nothing to wait for.
+So ``sys.meta_path`` gets a finder that only handles the awaited modules. It asks the other finders for the module, runs
+the action after the module's own code, and removes itself when it has nothing left to wait for.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from types import ModuleType
 
 
 def when_imported(module: str, action: Callable[[], object]) -> None:
-    """Calls ``action`` once ``module`` has been imported: now, if it is, and otherwise right after.
+    """Calls ``action`` once ``module`` has been imported: now, if it already is, and otherwise right after its import.
 
-    An ``ImportError`` in ``action`` is dropped: it means a version of the library that has no place for qgemm, and is
-    nothing that the import of that library should fail for.
+    An ``ImportError`` in ``action`` is dropped: it means that this version of the library doesn't support qgemm, which
+    must not make the library's import fail.
     """
     if module in sys.modules:
         _run(action)
@@ -45,7 +45,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self._module or self not in sys.meta_path:
             return None
-        # Only those that come after this one: they are who would have been asked without it.
+        # Only those after this one: they would have been asked without it.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
         spec = next((spec for spec in found if spec is not None), None)
@@ -58,13 +58,13 @@ class _Finder(importlib.abc.MetaPathFinder):
             if module.__name__ != fullname:  # some loaders (zipimport) serve many modules
                 execute(module)
                 return
-            # The loader's own method is back in its place before: a reload doesn't act again.
+            # The loader's own method is restored first, so that a reload doesn't act again.
             vars(loader).pop("exec_module", None)
             execute(module)
-            if self in sys.meta_path:  # once, however often the module was looked for
+            if self in sys.meta_path:  # once only, even if the module was looked for several times
                 sys.meta_path.remove(self)
                 _run(self._action)
 
-        # On this one loader, which stays what it was for everybody who looks at it (resources, source, tracebacks).
+        # On this loader object, which stays the same for everything that inspects it (resources, source, tracebacks).
         loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec

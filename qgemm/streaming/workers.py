@@ -64,8 +64,7 @@ class Worker:
         self._input, self._output, self._files = process.stdin, process.stdout, files
 
     def begin(self, lock: BinaryIO) -> None:
-        """To be called before the first file. ``lock``: an open file of this process, which the worker keeps open, too.
-        """
+        """To be called before the first file. ``lock``: an open file, which the worker keeps open as well."""
         if self._files is not None:
             with suppress(OSError):  # it has ended, which shows when it doesn't answer
                 socket.send_fds(self._files, [b"."], [lock.fileno()])

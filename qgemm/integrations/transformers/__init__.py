@@ -1,19 +1,20 @@
-"""The quantizer of Hugging Face transformers: ``from_pretrained`` and ``save_pretrained`` know qgemm.
+"""The quantizer for Hugging Face transformers: makes ``from_pretrained`` and ``save_pretrained`` know qgemm.
 
-- ``QGemmConfig(...)`` as ``quantization_config`` of ``from_pretrained`` quantizes a float checkpoint as it is read:
+- ``QGemmConfig(...)`` as ``quantization_config`` of ``from_pretrained`` quantizes a float checkpoint while it is read:
   each weight is quantized when it arrives, so memory peaks at the quantized model and one float weight. The result is
   that of ``quantize_model``, bit for bit.
-- With a recipe or batches for calibration it is loaded in float, and quantized by ``quantize_model`` at the end.
-- A folder that ``save_pretrained`` or ``qgemm.save_quantized`` wrote holds a ``Manifest``; quantized layers
-  are put into the model before the int8 values are read into them.
-- A folder that another library has quantized, and a ``QGemmConfig`` for it: its layers run through qgemm.
-- A part of a quantized model is loaded and saved by transformers without asking a quantizer: ``parts`` has it do so.
-- ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
+- With a recipe, or batches for calibration, the model is loaded in float, and ``quantize_model`` quantizes it at the
+  end.
+- A folder written by ``save_pretrained`` or ``qgemm.save_quantized`` contains a ``Manifest``; quantized layers are put
+  into the model before their values are read.
+- For a folder quantized by another library, loaded with a ``QGemmConfig``, the layers run through qgemm.
+- transformers loads and saves a part of a quantized model without asking a quantizer: ``parts`` makes it ask.
+- ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes the same manifest.
 
-Importing this package registers the method ``"qgemm"`` with transformers, once, an attention of that name, which
-``KeyValueCache`` goes with, and one for continuous batching. Versions 5.17 to 5.24 are served: what they call
-differently (plans for tensor parallelism, conversions of names) is left to the base class, and a model's cache has the
-name that they have for it (``ARGUMENT`` in ``cache.py``).
+Importing this package registers with transformers, once, the method ``"qgemm"``, an attention of that name, which reads
+``KeyValueCache``, and one for continuous batching. Versions 5.17 to 5.24 are supported: where they call things
+differently (plans for tensor parallelism, conversions of names), the base class handles it, and a model's cache has the
+name that they use (``ARGUMENT`` in ``cache.py``).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from qgemm.integrations.transformers.quantizer import QGemmQuantizer, attach_qua
 
 __all__ = ["KeyValueCache", "QGemmConfig", "QGemmQuantizer", "attach_quantizer"]
 
-# Registering a name twice raises, and a notebook's autoreload runs this module again.
+# Registering a name twice would raise, and a notebook's autoreload runs this module again.
 AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)
 AUTO_QUANTIZER_MAPPING.pop(QUANT_METHOD, None)
 register_quantization_config(QUANT_METHOD)(QGemmConfig)
@@ -55,7 +56,7 @@ AttentionMaskInterface.register(ATTENTION, mask)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts ``wrapper`` around a function of ``owner``, if this version of transformers has it."""
+    """Wraps a function of ``owner`` with ``wrapper``, if this version of transformers has it."""
     found = inspect.getattr_static(owner, name, None)
     if isinstance(found, classmethod | staticmethod):
         setattr(owner, name, type(found)(wrapper(found.__func__)))
@@ -63,12 +64,12 @@ def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callab
         setattr(owner, name, wrapper(found))
 
 
-# The one place where transformers compares a given config with the checkpoint's, and raises if their classes differ.
+# The only place where transformers compares a given config with the checkpoint's; it raises if their classes differ.
 _wrap(AutoHfQuantizer, "merge_quantization_configs", prefer_qgemm)
 _wrap(AutoHfQuantizer, "supports_quant_method", admit_nameless)
-# What asks no quantizer about a part of a model.
+# Functions that don't ask a quantizer about a part of a model.
 _wrap(PreTrainedConfig, "get_config_dict", tell_parts)
 _wrap(PreTrainedModel, "save_pretrained", save_parts)
 _wrap(PreTrainedModel, "_load_pretrained_model", refuse_values)
-# By which models cast inputs, masks and caches; the first float parameter may hold scales, or float8 values.
+# Models cast inputs, masks and caches to this dtype; the first float parameter may be a scale, or a float8 weight.
 PreTrainedModel.dtype = property(model_dtype)  # type: ignore

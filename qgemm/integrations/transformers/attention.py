@@ -1,13 +1,13 @@
 """The attention "qgemm" of transformers: ``model.set_attn_implementation("qgemm")``.
 
-- Decoding with a ``KeyValueCache`` (up to 16 new tokens of a sequence): ``torch.ops.qgemm.decode_attention``, which
-  reads the keys in use where they lie, in float or int8, and knows of padding, windows, sinks and soft caps.
-- A prompt: PyTorch's attention of its own keys, without a mask if it needs none.
-- Other caches, masks of another form and everything else: as transformers' "sdpa" does it, and with sinks and soft
-  caps, which that hasn't, by their formula in float32.
+- Decoding with a ``KeyValueCache`` (up to 16 new tokens of a sequence) uses ``torch.ops.qgemm.decode_attention``, which
+  reads the keys in use in place, in float or int8, and handles padding, windows, sinks and soft caps.
+- A prompt uses PyTorch's attention over its own keys, without a mask if it needs none.
+- Other caches, masks of another form and everything else are computed as transformers' "sdpa" does; sinks and soft
+  caps, which "sdpa" doesn't support, are computed by their formula in float32.
 
-``mask`` is the mask function that goes with it. It makes no mask for a ``KeyValueCache``, which counts where sequences
-begin, unless a model wants one of another form, as for images.
+``mask`` is the corresponding mask function. It makes no mask for a ``KeyValueCache``, which knows where sequences
+begin, unless a model needs one of another form, as for images.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: ``query [B, heads, S, D]``; returns ``[B, S, heads, D]``, and no weights."""
-    # Not getattr with a default: torch.compile takes that for missing.
+    """Called by transformers: ``query [B, heads, S, D]``; returns ``[B, S, heads, D]``, and no weights."""
+    # Not getattr with a default, because torch.compile would consider the attribute missing.
     about: CacheMetadata | None = key.about if hasattr(key, "about") else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if about is None:
@@ -62,7 +62,7 @@ def attention(
         return out, None
     out = _of_prompt(query, key, value, attention_mask, about, dropout, scale, softcap, s_aux)
     if not (getattr(module, "store_full_length_kv", False) or getattr(module, "is_kv_shared_layer", False)):
-        about.fresh = None  # which no other layer reads
+        about.fresh = None  # no other layer reads it
     return out, None
 
 
@@ -79,12 +79,12 @@ def mask(
     local_size: int | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """The mask ``[B, 1, q_length, kv_length]``, true where a query sees a key; None if attention knows without it."""
-    # With a static cache transformers allows no skip for a single token, and models allow none for masks of their own.
+    """The mask ``[B, 1, q_length, kv_length]``, True where a query sees a key; None if attention needs no mask."""
+    # With a static cache, transformers allows no skip for a single token, and models allow none for their own masks.
     ordinary = not use_vmap and (allow_is_causal_skip or q_length == 1)
     if isinstance(q_offset, Seen):
         knows = ordinary and q_offset.tokens.look_at(attention_mask, q_length)
-        # What wants the plain mask where attention needs none makes another of it.
+        # A caller that asks for a plain mask even though attention needs none derives another mask from it.
         asked = ordinary or use_vmap or mask_function is not causal_mask_function
         q_offset.tokens.told_of_mask = asked and not knows
         q_offset.tokens.told_of_window |= local_size is not None
@@ -104,7 +104,7 @@ def mask(
 
 
 def _check_fits(module: nn.Module, value: Tensor, mask: Tensor | None, about: CacheMetadata) -> None:
-    """Raises ``UnfitAttentionError`` for what the cache's own counts don't say."""
+    """Raises ``UnfitAttentionError`` where the module's attention contradicts what the cache knows."""
     about.tokens.unread = False
     kind = type(module).__name__
     if about.v_scale is not None and getattr(value, "about", None) is not about:
@@ -118,9 +118,9 @@ def _check_fits(module: nn.Module, value: Tensor, mask: Tensor | None, about: Ca
 
 
 def _is_prompt(query: Tensor, about: CacheMetadata) -> bool:
-    """Whether keys are taken by PyTorch's attention: many queries, or nothing but this forward's keys.
+    """Whether PyTorch's attention reads the keys: for many queries, or if this forward's keys are the only ones.
 
-    A CUDA graph is replayed when there are more.
+    While a CUDA graph is captured it isn't so, because the graph is replayed with more keys.
     """
     S, used = query.shape[2], about.tokens.used
     if S > MAX_QUERIES:
@@ -139,7 +139,7 @@ def _of_prompt(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """``[B, S, heads, D]`` with the keys of a cache, in float."""
+    """Attention ``[B, S, heads, D]`` over the keys of a cache, in float."""
     tokens, S = about.tokens, query.shape[2]
     used = tokens.capacity if tokens.used is None else tokens.used
     if about.fresh is not None:
@@ -159,7 +159,7 @@ def _of_prompt(
         return _by_formula(query, key, value, mask, scale, softcap, s_aux)
     grouped = query.shape[1] != key.shape[1]
     if mask is not None and grouped:
-        # With a mask, PyTorch's fast kernels know no groups.
+        # With a mask, PyTorch's fast kernels don't support grouped queries.
         key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     out = F.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal=mask is None and S > 1, scale=scale,
@@ -173,7 +173,7 @@ def _in_float(stored: Tensor, scale: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _own_mask(tokens: Tokens, S: int, used: int, window: int) -> Tensor:
-    """The mask of this forward; the layers share one."""
+    """The mask of this forward, which the layers share."""
     found = tokens.masks.get((S, window))
     if found is None:
         first = tokens.length - S if tokens.used is None else used - S
@@ -184,7 +184,7 @@ def _own_mask(tokens: Tokens, S: int, used: int, window: int) -> Tensor:
 
 
 def _visible(first: int | Tensor, S: int, keys: int, window: int, start: Tensor | None, device: torch.device) -> Tensor:
-    """``[1 or B, 1, S, keys]``: which keys the queries at the positions from ``first`` on see."""
+    """``[1 or B, 1, S, keys]``: which keys are seen by the queries at positions ``first`` and later."""
     position = torch.arange(S, device=device)[:, None] + first
     key = torch.arange(keys, device=device)
     visible = key <= position
@@ -203,7 +203,7 @@ def _by_formula(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """``[B, S, heads, D]`` in float32, some queries at a time; ``mask`` of booleans, or of what is added to scores."""
+    """``[B, S, heads, D]`` in float32, some queries at a time; ``mask``: bool, or values added to the scores."""
     B, heads, S, _ = query.shape
     group = heads // key.shape[1]
     keys, values = key.float().unsqueeze(2).mT, value.float().unsqueeze(2)
@@ -220,7 +220,7 @@ def _by_formula(
             scores = scores.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else scores + own
         if sink is not None:
             scores = torch.cat((scores, sink.expand(*scores.shape[:-1], 1)), -1)
-        # A query that sees nothing, in the padding, gives zeros.
+        # A query in the padding, which sees nothing, gives zeros.
         weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]
         parts.append((weights @ values).flatten(1, 2).transpose(1, 2))
     return torch.cat(parts, 1).to(query.dtype)

@@ -1,17 +1,18 @@
 """Continuous batching of transformers (``generate_batch``, ``transformers serve``) with ``paged_attention``.
 
-transformers puts the tokens of all requests one after the other, prompts and new tokens mixed, and says for each layer
-where the keys of every request lie in its paged cache. ``torch.ops.qgemm.paged_attention`` reads them there; of layers
-with a sliding window, transformers gathers them.
+transformers concatenates the tokens of all requests, prompts and new tokens mixed, and tells each layer where the keys
+of every request are in its paged cache. ``torch.ops.qgemm.paged_attention`` reads them there. For layers with a sliding
+window, transformers gathers them.
 
-``use_in_batches`` has a model's ``init_continuous_batching`` choose that attention, by a name with "flash" in it: by
-that word transformers knows attention that needs no mask, which is what CUDA graphs of the steps and preparing a batch
-beside the one before depend on. Batches of new tokens alone come with tables of pages, for which transformers knows its
-own flash attention only: ``_start`` turns them on. Without them the host lists the place of every key at every step.
-Batches with prompts run without CUDA graphs: ``_pad`` has why.
+``use_in_batches`` makes a model's ``init_continuous_batching`` choose that attention, under a name that contains
+"flash". By that word transformers recognizes attention that needs no mask, which is required for CUDA graphs of the
+steps and for preparing a batch while the previous one runs. Batches with only new tokens come with page tables, but
+transformers enables these only for its own flash attention: ``_start`` enables them. Without them, the host would list
+the position of every key in every step. Batches with prompts run without CUDA graphs, for the reason given in ``_pad``.
 
-In int8, the bytes of a page hold the int8 numbers of its keys, and then their scales. transformers takes them for heads
-of fewer numbers in the model's dtype, and all that it does with pages is right: sharing, copying, moving to the host.
+In int8, the bytes of a page contain the int8 numbers of its keys, followed by their scales. transformers treats them as
+heads with fewer numbers in the model's dtype, and everything that it does with pages still works: sharing, copying,
+moving to the host.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ from qgemm.nn import QuantLayer
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import round_up
 
-# 5.19 and later have no prefix for attention of a paged cache.
+# From 5.19 on, attention over a paged cache has no prefix.
 PAGED_ATTENTION = ("paged|" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "") + ATTENTION + "_flash"
 _UPDATES_ARGUMENTS = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters  # from 5.19 on
 _START = "init_continuous_batching"
 _IS_INT8, _CACHE_DTYPE = "_qgemm_is_int8", "_qgemm_dtype_of_batches"
 _RUNNING = "the model runs continuous batching, whose attention needs its cache: stop it first, or call another model"
 MAX_PAGES = 32
-"""Of a request whose steps come with tables of pages, as transformers has it for its own flash attention."""
+"""The number of pages of a request whose steps come with page tables, as for transformers' own flash attention."""
 _SIZES_OF_GRAPHS = ("use_cuda_graph", "q_padding_interval_size", "kv_padding_interval_size")
-"""By which users ask transformers for CUDA graphs of batches of all kinds."""
+"""The settings by which users ask transformers for CUDA graphs of all kinds of batches."""
 
 
 class _Layer(NamedTuple):
-    """What a paged cache says of a layer: its kind, which indices are for it, and where keys and values are.
+    """A paged cache's data about a layer: its kind, which indices apply to it, and where keys and values are.
 
-    ``k``, ``v``: ``[pages, keys of a page, heads, D]``; None with a window, whose keys transformers moves.
+    ``k``, ``v``: ``[pages, keys of a page, heads, D]``; None for a layer with a window, whose keys transformers moves.
     """
 
     kind: str
@@ -78,9 +79,9 @@ def attention(
     cache: PagedAttentionCache | None = None,
     **batch: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: ``query [1, heads, T, D]`` of all requests; returns ``[1, T, heads, D]``, no weights.
+    """Called by transformers: ``query [1, heads, T, D]`` of all requests; returns ``[1, T, heads, D]``, no weights.
 
-    ``key``, ``value``: of the same tokens, which the cache doesn't have yet. Raises ``ValueError`` without a ``cache``.
+    ``key``, ``value``: of the same tokens, not yet in the cache. Raises ``ValueError`` without a ``cache``.
     """
     if cache is None:
         raise ValueError(_RUNNING)
@@ -96,7 +97,7 @@ def attention(
     if isinstance(max_keys, dict):
         max_keys = max_keys[layer.kind]
     new_k, new_v = (each.squeeze(0).transpose(0, 1) for each in (key, value))
-    stored: tuple[Tensor | None, ...] = (new_k, new_v, None, None)  # prompts from their beginning on, before rounding
+    stored: tuple[Tensor | None, ...] = (new_k, new_v, None, None)  # for whole prompts, the values before rounding
     pages, tables = None, batch.get("block_table")
     if layer.k is None or layer.v is None:
         stored = (*_gathered(cache, module, key, value, batch), None, None)
@@ -124,7 +125,7 @@ def check_no_batches(model: Any) -> None:
 
 
 def _layer_of(cache: Any, layer: int, size: int) -> _Layer:
-    """``size``: of a head."""
+    """The data of ``layer`` in ``cache``. ``size``: of a head."""
     if hasattr(cache, "layer_to_allocator"):
         allocator = cache.layer_to_allocator[layer]
         if window := getattr(allocator, "sliding_window", 0):
@@ -142,9 +143,9 @@ def _layer_of(cache: Any, layer: int, size: int) -> _Layer:
 
 
 def _numbers_and_scales(pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """What pages ``[pages, keys, heads, n]`` hold: int8 ``[pages, keys, heads, size]`` and float32 without the size.
+    """Pages ``[pages, keys, heads, n]`` as int8 ``[pages, keys, heads, size]`` and float32 without the size.
 
-    Heads come before keys there, as attention reads them.
+    In memory, heads come before keys, as attention reads them.
     """
     keys, heads = pages.shape[1:3]
     held = pages.flatten(1).view(torch.int8)
@@ -157,12 +158,12 @@ def _numbers_and_scales(pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _bytes_of_int8(size: int) -> int:
-    """Of a head of a key, with its scale, in whole numbers of any dtype."""
+    """The bytes of a key's head with its scale, as a multiple of any dtype's size."""
     return round_up(size, 4) + 4
 
 
 def _gathered(cache: Any, module: Any, key: Tensor, value: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """All keys and values that some query sees, ``[N, heads, D]``, one request after the other."""
+    """All keys and values that a query may see, ``[N, heads, D]``, one request after the other."""
     if _UPDATES_ARGUMENTS:
         k, v = type(cache).update(cache, key, value, module.layer_idx, dict(batch))
         return k.squeeze(0).transpose(0, 1), v.squeeze(0).transpose(0, 1)
@@ -173,9 +174,9 @@ def _gathered(cache: Any, module: Any, key: Tensor, value: Tensor, batch: dict[s
 
 
 def use_in_batches(model: Any, enabled: bool, cache_dtype: torch.dtype | None) -> None:
-    """Continuous batching of ``model`` goes through ``paged_attention``; or as before.
+    """Makes continuous batching of ``model`` use ``paged_attention``, or undoes that.
 
-    ``cache_dtype``: int8, or the model's own for everything else. Layers with a sliding window keep theirs.
+    ``cache_dtype``: int8; for anything else the cache has the model's dtype. Layers with a sliding window keep theirs.
     """
     attributes = vars(model)
     attributes.pop(_CACHE_DTYPE, None)
@@ -187,9 +188,9 @@ def use_in_batches(model: Any, enabled: bool, cache_dtype: torch.dtype | None) -
         del attributes[_START]
 
 
-@functools.wraps(GenerationMixin.init_continuous_batching)  # whose name pickle finds it by
+@functools.wraps(GenerationMixin.init_continuous_batching)  # pickle finds it by this name
 def _start(model: Any, *arguments: Any, **options: Any) -> Any:
-    """``init_continuous_batching``, with that attention until its manager stops."""
+    """``init_continuous_batching``, with the attention replaced until its manager stops."""
     before = model.config._attn_implementation
     if not _is_covered(model, before):
         return type(model).init_continuous_batching(model, *arguments, **options)
@@ -200,14 +201,14 @@ def _start(model: Any, *arguments: Any, **options: Any) -> Any:
     except BaseException:
         _set_attention(model, before)
         raise
-    manager._original_attn_impl = before  # which its stop() sets again
-    if manager.batch_processor is None:  # else it is one that was kept
+    manager._original_attn_impl = before  # stop() restores this
+    if manager.batch_processor is None:  # otherwise it is one that was kept
         _configure(model, manager, given.get("continuous_batching_config"))
     return manager
 
 
 def _configure(model: PreTrainedModel, manager: Any, given: Any) -> None:
-    """What transformers decides by the kind of attention, as ``given``, or as it is best for this one."""
+    """Sets what transformers decides by the kind of attention: to the values ``given``, or the best for this one."""
     config, pages = manager.continuous_batching_config, getattr(given, "max_blocks_per_request", None)
     text: Any = model.config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
@@ -219,12 +220,12 @@ def _configure(model: PreTrainedModel, manager: Any, given: Any) -> None:
     is_int8 = hasattr(model, _CACHE_DTYPE) and not has_window
     asked = any(getattr(given, name, None) for name in _SIZES_OF_GRAPHS)
     keeps_graphs = asked or config.varlen_compile_config is not None
-    # By a weak reference: else the manager, and the memory of its cache, would wait for the garbage collector.
+    # By a weak reference, because otherwise the manager and its cache's memory would wait for the garbage collector.
     manager._create_batch_processor = functools.partial(_create, weakref.ref(manager), is_int8, keeps_graphs)
 
 
 class _WithConfig:
-    """A model that says to have another config."""
+    """A model that appears to have another config."""
 
     def __init__(self, model: PreTrainedModel, config: Any) -> None:
         self.config = config
@@ -235,15 +236,15 @@ class _WithConfig:
 
 
 def _create(reference: Any, is_int8: bool, keeps_graphs: bool) -> Any:
-    """The processor of batches of a manager. ``keeps_graphs``: whether batches with prompts may be captured, too."""
+    """Makes a manager's processor of batches. ``keeps_graphs``: whether batches with prompts may be captured, too."""
     manager = reference()
     create = type(manager)._create_batch_processor
-    if manager.batch_processor is not None:  # it is used again
+    if manager.batch_processor is not None:  # it is reused
         return create(manager)
     processor = _create_in_int8(manager) if is_int8 else create(manager)
-    if ARGUMENT == "cache":  # models have the cache store their keys; before 5.24 attention has
+    if ARGUMENT == "cache":  # models let the cache store their keys; before 5.24, attention does
         processor.cache.update = functools.partial(_hand_on, weakref.ref(processor.cache))
-    # 5.17 takes memory as it is, and begins by sampling after what lies there: NaN would end the process.
+    # 5.17 doesn't initialize memory, and begins by sampling from its content: NaN would end the process.
     for memory in (*getattr(processor.cache, "key_cache", ()), *getattr(processor.cache, "value_cache", ())):
         memory.zero_()
     runner = processor.model_runner
@@ -254,13 +255,13 @@ def _create(reference: Any, is_int8: bool, keeps_graphs: bool) -> Any:
 
 
 def _hand_on(reference: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """In place of ``PagedAttentionCache.update``: ``attention`` gets the cache, and stores in it."""
+    """Replaces ``PagedAttentionCache.update``: ``attention`` gets the cache, and stores keys and values itself."""
     kwargs["cache"] = reference()
     return key, value
 
 
 def _create_in_int8(manager: Any) -> Any:
-    """The same with a cache whose heads have as many bytes as they take in int8."""
+    """Does the same with a cache whose heads have as many bytes as they need in int8."""
     model = manager.model
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -275,9 +276,9 @@ def _create_in_int8(manager: Any) -> Any:
 
 
 def _warm_up(reference: Any, *, num_q_tokens: int, max_kv_read: int | None, **options: Any) -> Any:
-    """With no more keys than new tokens: more take no more memory, which is what transformers warms up for.
+    """Warms up with no more keys than new tokens: more keys don't take more memory, which the warm-up is for.
 
-    It would attend to all keys that the cache has room for: half a minute with the memory of an H200.
+    transformers would attend to all keys that fit into the cache: half a minute with the memory of an H200.
     """
     if max_kv_read is not None:
         max_kv_read = min(max_kv_read, num_q_tokens)
@@ -286,9 +287,10 @@ def _warm_up(reference: Any, *, num_q_tokens: int, max_kv_read: int | None, **op
 
 
 def _pad(reference: Any, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> Any:
-    """The sizes of the next batch, which are padded where a CUDA graph of it is captured or replayed.
+    """The sizes of the next batch, padded if a CUDA graph of it is captured or replayed.
 
-    Batches with prompts are not: in a server hardly one has the sizes of another, and each capture also runs the batch.
+    Batches with prompts are not padded: in a server, two of them hardly ever have the same sizes, and each capture also
+    runs the batch.
     """
     processor = reference()
     runner = processor.model_runner
@@ -305,7 +307,7 @@ def _waits(model: PreTrainedModel) -> bool:
 
 
 def _is_covered(model: PreTrainedModel, attention: str) -> bool:
-    """Whether attention can be replaced, and neither the caller nor transformers chooses a flash attention."""
+    """Whether attention can be replaced, and neither the caller nor transformers has chosen a flash attention."""
     if not fits_key_value_cache(model):
         return False
     if attention == ATTENTION:
@@ -317,6 +319,6 @@ def _is_covered(model: PreTrainedModel, attention: str) -> bool:
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """Without ``set_attn_implementation``, which looks for a package of flash attention by such a name."""
+    """Sets the attention without ``set_attn_implementation``, which would look for a flash attention package."""
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config._attn_implementation_internal = name

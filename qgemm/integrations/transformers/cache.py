@@ -1,14 +1,15 @@
-"""``KeyValueCache``: keys and values of all tokens so far, in memory that stays where it is, in float or int8.
+"""``KeyValueCache``: keys and values of all tokens so far, in memory at fixed addresses, in float or int8.
 
-It is a static cache of transformers: ``model.generate(..., past_key_values=cache)`` fills it, another call goes on with
-it, ``reset()`` empties it. What is its own:
+It is a static cache of transformers: ``model.generate(..., past_key_values=cache)`` fills it, another call continues
+with it, ``reset()`` empties it. Its own features:
 
-- With the attention "qgemm" (``attention.py``) decoding reads the keys in use, from where they lie: no copy, no mask.
-- int8: half the memory, with a scale for each token and head. Prompts are computed with the values before rounding.
-- All layers have one length, on the device, which decoding never reads back: a CUDA graph of a step is good for the
-  next one. ``used`` counts along on the host.
+- With the attention "qgemm" (``attention.py``), decoding reads the keys in use in place: no copy, no mask.
+- int8 takes half the memory, with a scale for each token and head. Prompts are computed with the values before
+  rounding.
+- All layers have one length, on the device, which decoding never copies to the host: a CUDA graph of one step works for
+  the next one. ``used`` counts along on the host.
 
-Layers with a sliding window keep all tokens as well; attention looks at the last ones.
+Layers with a sliding window also keep all tokens; attention reads only the last ones.
 """
 
 from __future__ import annotations
@@ -35,33 +36,33 @@ ATTENTION = "qgemm"
 ARGUMENT = next(
     name for name in CACHES if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 )
-"""What transformers calls the cache among the arguments of a model, and in its output."""
+"""transformers' name of the cache among the arguments of a model, and in its output."""
 NO_MASK = -1
-"""Stands for the first key in a mask that nobody needs, in compiled code, where ``Seen`` can't tell."""
+"""Marks the first key of a mask that isn't needed, in compiled code, where ``Seen`` can't be used."""
 
 
 def check_cache_dtype(name: str, dtype: torch.dtype | None) -> None:
-    """Raises ``ValueError`` for what a ``KeyValueCache`` can't store, which is called ``name``."""
+    """Raises ``ValueError``, calling it ``name``, for a dtype that a ``KeyValueCache`` can't store."""
     if dtype is not None and dtype not in (*FLOAT_DTYPES, INT8.storage):
         names = ", ".join(str(each) for each in (*FLOAT_DTYPES, INT8.storage))
         raise ValueError(f"{name} is {dtype}; it must be one of {names}, or None")
 
 
 def fits_key_value_cache(model: Any) -> bool:
-    """Whether attention of ``model`` can be replaced, and isn't latent, with keys of another size than values."""
+    """Whether the attention of ``model`` can be replaced, and isn't latent, with keys and values of different sizes."""
     config: Any = model.config.get_text_config(decoder=True)
     replaceable: bool = model._supports_attention_backend
     return replaceable and all(rank is None for rank in values_of(config, "kv_lora_rank"))
 
 
 def values_of(config: Any, name: str) -> list[Any]:
-    """What ``config`` says by ``name``: one value, or one for each layer if layers differ; None where it isn't said."""
+    """The setting ``name`` in ``config``: one value, or one per layer if layers differ; None where it isn't set."""
     layers = config.per_layer_config if config.is_heterogeneous else [config]
     return [getattr(layer, name, None) for layer in layers]
 
 
 def reads_stored_keys(config: PreTrainedConfig) -> bool:
-    """Whether a model reads keys that its cache holds by itself, as many as a cache that grows would have."""
+    """Whether a model itself reads keys from its cache, and expects as many as a growing cache would have."""
     return getattr(config, "recurrent_kv_cache_mode", None) == "last_loop"
 
 
@@ -73,7 +74,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
 
     def __init__(self, cache: KeyValueCache, window: int, is_first: bool) -> None:
-        """Memory is taken with the first tokens."""
+        """Allocates nothing: the first tokens do."""
         super().__init__()
         self.keys: Any
         self.values: Any
@@ -87,7 +88,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         self._rows = slice(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyValueLayer:
-        """Copied without its cache, it is one more layer of that cache: models whose layers run twice make such."""
+        """A copy without its cache becomes another layer of that cache; models whose layers run twice make such."""
         alone = id(self.tokens) not in memo
         known = {id(each): each for each in (self.tokens, self.config)} if alone else memo
         copied = memo[id(self)] = type(self).__new__(type(self))
@@ -96,7 +97,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         return copied
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes memory for keys and values like these, ``[B, heads, S, D]``."""
+        """Allocates memory for keys and values like these, ``[B, heads, S, D]``."""
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False):
                 return self.lazy_initialization(key_states, value_states)
@@ -119,7 +120,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def begin(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Before keys and values like these are stored: counts them, and returns where they go, with the scales."""
+        """Counts keys and values like these before they are stored; returns where they go, with the scales."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.dtype != self.dtype or (self.stored_dtype not in (None, INT8.storage, self.dtype)):
@@ -131,7 +132,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._of_batch(key_states.shape[0])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores keys and values ``[B, heads, S, D]``; returns all, as the model's attention takes them."""
+        """Stores keys and values ``[B, heads, S, D]``; returns all of them, as the model's attention reads them."""
         stores = self.begin(key_states, value_states)
         torch.ops.qgemm.store_key_value(key_states, value_states, *stores, self.tokens.length)
         return self.found(stores, (key_states, value_states))
@@ -139,7 +140,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
     def found(
         self, stores: tuple[Tensor, Tensor, Tensor | None, Tensor | None], fresh: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """All keys and values, for the attention that the model has: where they are stored, or in float for others.
+        """All keys and values for the model's attention: in place for qgemm's, in float for others.
 
         ``fresh``: those of this forward.
         """
@@ -159,7 +160,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def _of_batch(self, batch: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The parts for ``batch`` sequences."""
+        """The parts of the tensors for ``batch`` sequences."""
         rows = slice(self.tokens.first_row, self.tokens.first_row + batch)
         if self._views is None or self._rows != rows:
             if rows.stop > self.max_batch:
@@ -167,21 +168,21 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
             keys, values = self.keys[rows], self.values[rows]
             k_scale = None if self.key_scales is None else self.key_scales[rows]
             v_scale = None if self.value_scales is None else self.value_scales[rows]
-            # Not self.keys: what is hung on it must not hold it.
+            # Not on self.keys, which the attribute would keep alive.
             keys.about = values.about = CacheMetadata(self.tokens, self.window, k_scale, v_scale)
             self._views, self._rows, self.batch_size = (keys, values, k_scale, v_scale), rows, batch
         return self._views
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The keys that a mask is for, and the first of them: all places, used or not."""
+        """The number of keys in a mask, and the first of them: all positions, used or not."""
         return self.tokens.capacity, 0
 
     def get_seq_length(self) -> Any:
-        """How many tokens were stored before: a number, or in compiled code a tensor."""
+        """How many tokens were stored before: a number, or a tensor in compiled code."""
         return self.tokens.seen()
 
     def get_max_length(self) -> int:
-        """How many there is room for."""
+        """The maximum number of tokens."""
         return self.tokens.capacity
 
     def reset(self) -> None:
@@ -191,7 +192,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
                 each.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Takes other sequences in their places, for beams."""
+        """Reorders sequences, for beam search."""
         if self._views is not None:
             for each in self._views:
                 if each is not None:
@@ -199,7 +200,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class NoLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Of a layer that has no keys of its own: those of another layer, or no attention."""
+    """A layer without keys of its own: it uses another layer's, or has no attention."""
 
     is_compileable = True
     is_croppable = True
@@ -207,7 +208,7 @@ class NoLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to do."""
+        """Does nothing."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Raises: nothing is stored here."""
@@ -216,30 +217,30 @@ class NoLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of no keys."""
+        """No keys."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """None."""
+        """0."""
         return 0
 
     def get_max_length(self) -> int:
-        """No bound."""
+        """No limit."""
         return -1
 
 
 class KeyValueCache(Cache):  # type: ignore[misc]
     """A static cache of keys and values, in float or int8, for up to ``max_batch`` sequences of ``max_length`` tokens.
 
-    ``cache = qgemm.KeyValueCache(model.config, max_batch=8, max_length=4096, dtype=torch.int8)``, and then
-    ``model.generate(..., past_key_values=cache)``, best after ``model.set_attn_implementation("qgemm")``: other
+    Use ``cache = qgemm.KeyValueCache(model.config, max_batch=8, max_length=4096, dtype=torch.int8)``, and then
+    ``model.generate(..., past_key_values=cache)``, preferably after ``model.set_attn_implementation("qgemm")``: other
     attention reads the whole cache, in float, with a mask.
 
-    - ``dtype``: float16, bfloat16 or float32, which must be the model's; int8; None for the model's own.
-    - ``device``: of the model; None for the current device.
+    - ``dtype``: float16, bfloat16 or float32, which must be the model's; int8; or None for the model's own.
+    - ``device``: the model's; None for the current device.
 
-    Raises ``TypeError`` if ``config`` isn't one of transformers, ``ValueError`` for sizes and dtypes that it can't have
-    and for a model some of whose layers keep something else than keys and values.
+    Raises ``TypeError`` if ``config`` isn't a transformers config, ``ValueError`` for unsupported sizes and dtypes, and
+    for a model with layers that store anything but keys and values.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Memory is taken with the first tokens of each layer."""
+        """Allocates nothing: each layer's first tokens do."""
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config is a {type(config).__name__}; it must be a config of transformers: model.config")
         for name, value in (("max_batch", max_batch), ("max_length", max_length)):
@@ -270,20 +271,20 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
 
     def __repr__(self) -> str:
-        """With its sizes."""
+        """Shows its sizes."""
         sizes = f"max_batch={self.max_batch}, max_length={self.max_length}, dtype={self.dtype}"
         return f"KeyValueCache({len(self.layers)} layers, {sizes}, used={self.used})"
 
     @property
     def used(self) -> int:
-        """How many tokens it holds; those of a forward that was announced count."""
+        """How many tokens it holds, including those of an announced forward."""
         if self.tokens.used is None:
             self.tokens.used = int(self.tokens.length)
         return self.tokens.used
 
     @used.setter
     def used(self, used: int) -> None:
-        """For who replays a CUDA graph that advances the length on the device: what it is then."""
+        """Sets the count after replaying a CUDA graph, which advances the length on the device."""
         self.tokens.used = used
         self.tokens.masks.clear()
 
@@ -304,7 +305,7 @@ class KeyValueCache(Cache):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def rows_from(self, first: int) -> Iterator[None]:
-        """For forwards of some of the sequences alone: the cache's from the ``first`` on."""
+        """Inside, forwards process only some sequences: the cache's from ``first`` on."""
         self.tokens.first_row = first
         try:
             yield
@@ -312,16 +313,16 @@ class KeyValueCache(Cache):  # type: ignore[misc]
             self.tokens.first_row = 0
 
     def advance(self, count: int) -> None:
-        """Before a forward of ``count`` tokens: counts them. Without this, the first layer counts them.
+        """Counts ``count`` tokens before a forward. Without this call, the first layer counts them.
 
-        On the device it is one addition, for a CUDA graph of a step; ``used`` is then the caller's to set.
+        On the device it is a single addition, for a CUDA graph of a step; the caller must then set ``used``.
         """
         self.tokens.announce(count)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores a layer's keys and values ``[B, heads, S, D]``; returns all that it has, for attention."""
+        """Stores a layer's keys and values ``[B, heads, S, D]``; returns everything stored, for attention."""
         found: tuple[Tensor, Tensor] = self._layer(layer_idx).update(key_states, value_states)
         return found
 
@@ -334,10 +335,10 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         return self.layers[layer_idx]
 
     def rotate_and_store(self, layer_idx: int, call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
-        """``torch.ops.qgemm.rotate_and_store`` to a layer: ``q [B, S, q_heads, D]``, and what ``update`` returns."""
+        """Runs ``torch.ops.qgemm.rotate_and_store``: returns ``q [B, S, q_heads, D]``, and what ``update`` returns."""
         layer = self._layer(layer_idx)
         B, S, _ = call.qkv.shape
-        # What keys and values will be like; nothing is read of it.
+        # A view with the shape that keys and values will have; its values aren't read.
         like = call.qkv.as_strided((B, call.kv_heads, S, call.head_size), (0, 0, 0, 0))
         stores = layer.begin(like, like)
         if self.dtype == INT8.storage and self.tokens.used == S:
@@ -349,7 +350,7 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         return (q, *layer.found(stores, None))
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """``get_seq_length``; a mask function finds this cache by it."""
+        """As ``get_seq_length``; a mask function finds this cache through the result."""
         seen = self.tokens.seen()
         if torch.compiler.is_compiling() or (
             isinstance(seen, Tensor) and self.config._attn_implementation != ATTENTION
@@ -360,18 +361,18 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         return found
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """How many tokens were stored before this forward: a number, or in compiled code a tensor."""
+        """How many tokens were stored before this forward: a number, or a tensor in compiled code."""
         return self.tokens.seen()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """How many there is room for."""
+        """The maximum number of tokens."""
         return self.max_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """The keys that a mask is for, and the first of them: all places, used or not; or ``NO_MASK``."""
+        """The number of keys in a mask, and the first of them: all positions, used or not; or ``NO_MASK``."""
         if torch.compiler.is_compiling():
             if query_length > 1:
-                # Compiled code can't look for padding in a prompt: from now on masks say what is seen.
+                # Compiled code can't look for padding in a prompt: from now on, masks decide what is seen.
                 self.tokens.masked = True
             elif not self.tokens.masked and self.config._attn_implementation == ATTENTION:
                 return self.max_length, NO_MASK
@@ -379,20 +380,20 @@ class KeyValueCache(Cache):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        """Yes."""
+        """True."""
         return True
 
     def reset(self) -> None:
-        """Empties it; memory and addresses stay."""
+        """Empties the cache; memory and addresses stay."""
         self.tokens.rewind(0)
         super().reset()
 
     def rewind(self, used: int) -> None:
-        """Forgets all tokens but the first ``used``; what they were stays in memory."""
+        """Forgets all tokens except the first ``used``; their values stay in memory."""
         self.tokens.rewind(used)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens: as in transformers, their number is negative."""
+        """Forgets the last tokens; as in transformers, their number is negative."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes how many tokens to forget, as a negative number, and got {tokens_to_remove}: rewind() "
@@ -413,7 +414,7 @@ def _windows(config: PreTrainedConfig, max_length: int) -> Sequence[int | None]:
         )
     if reads_stored_keys(config):
         raise ValueError("the model reads keys of its cache by itself: use a cache of transformers")
-    # transformers' own rules, for all of its models; its layers take no memory before their first token.
+    # Uses transformers' own rules, for all of its models; its layers allocate nothing before their first token.
     for layer in StaticCache(config, max_cache_len=max_length).layers:
         if type(layer) is StaticLayer:
             windows.append(0)

@@ -1,4 +1,4 @@
-"""``QGemmConfig``: what ``from_pretrained`` is to do to a float model, and what was done to a quantized one."""
+"""``QGemmConfig``: how ``from_pretrained`` should quantize a float model, and a description of a quantized one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from qgemm.model.selection import Patterns, SchemeChoice
 class QGemmConfig(QuantizationConfigMixin):
     """``quantization_config`` for ``from_pretrained``: how to quantize a float model while it is loaded.
 
-    All arguments are those of ``qgemm.quantize_model``; ``scheme`` None is ``"int8"`` for a float model. With
-    ``recipe``, or batches as ``calibration``, the model is loaded in float, on the devices of the device map, and then
-    quantized with these batches, which must be on its device. Otherwise each weight is quantized while it is read.
+    All arguments are those of ``qgemm.quantize_model``; ``scheme`` None means ``"int8"`` for a float model. With
+    ``recipe``, or with batches as ``calibration``, the model is loaded in float, on the devices of the device map, and
+    then quantized with these batches, which must be on its device. Otherwise each weight is quantized while it is read.
 
-    A checkpoint that is quantized already, by qgemm or another library, runs in qgemm's layers. Only ``scheme`` (None
-    keeps its own) and ``fuse`` may be given then; other arguments are an error. The ``config.quantization_config`` of a
-    quantized model has a ``manifest`` instead, which says what was done with every layer. Neither batches nor ``fuse``
-    are stored.
+    A checkpoint that is already quantized, by qgemm or another library, runs in qgemm's layers. Then only ``scheme``
+    (None keeps its own) and ``fuse`` may be given; other arguments are an error. The ``config.quantization_config`` of
+    a quantized model has a ``manifest`` instead, which describes how each layer was quantized. Batches and ``fuse``
+    aren't stored.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class QGemmConfig(QuantizationConfigMixin):
         calibration: Calibration | Iterable[Any] | None = None,
         fuse: bool = False,
     ) -> None:
-        """``scheme``: ``"int8"`` if None; layers that another library has quantized then stay as they are.
+        """``scheme``: None means ``"int8"``; layers quantized by another library then stay as they are.
 
         Raises ``ValueError`` for an unknown scheme, or one that can't be applied while a model loads.
 
-        Raises ``TypeError`` and ``ValueError`` like ``quantize_model`` for an invalid recipe or calibration.
+        Raises ``TypeError`` and ``ValueError`` as ``quantize_model`` does for an invalid recipe or calibration.
         """
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.asked_scheme = scheme
@@ -66,7 +66,7 @@ class QGemmConfig(QuantizationConfigMixin):
         self.calibration = as_calls(calibration) if are_batches(calibration) else calibration
         wanted.check_data(calibration)
         if not self.loads_float:
-            # A bias may come before its weight, or after.
+            # A bias may arrive before or after its weight.
             wanted.check_folds_no_bias(
                 "as weights are read: pass batches as calibration; the model is then loaded in float first"
             )
@@ -75,19 +75,19 @@ class QGemmConfig(QuantizationConfigMixin):
 
     @property
     def loads_float(self) -> bool:
-        """Whether the model is loaded in float, and quantized once it is there."""
+        """Whether the model is first loaded in float, and then quantized."""
         return self.quantization.recipe is not None or are_batches(self.calibration)
 
     def for_quantized(self) -> QGemmConfig:
-        """This config for a checkpoint that another library has quantized; ``foreign`` says so."""
+        """This config for a checkpoint quantized by another library; it sets ``foreign``."""
         found = copy.copy(self)
         found.foreign = True
         return found
 
     def for_own(self, stored: QGemmConfig) -> QGemmConfig:
-        """What ``stored`` says of a checkpoint of qgemm's own, with what this config asks for.
+        """The config ``stored`` in a checkpoint of qgemm's own, with this config's requests added.
 
-        Raises ``ValueError`` for what is done to a float model alone, and for several schemes.
+        Raises ``ValueError`` for options that only apply to float models, and for several schemes.
         """
         self.check_for_quantized()
         self.one_scheme()
@@ -102,7 +102,7 @@ class QGemmConfig(QuantizationConfigMixin):
         return None if self.asked_scheme is None else self.quantization.schemes["*"]
 
     def check_for_quantized(self) -> None:
-        """Raises ``ValueError`` if it asks for what is done to a float model alone."""
+        """Raises ``ValueError`` if it has options that only apply to float models."""
         wanted = self.quantization
         given: dict[str, Any] = {"skip": wanted.skip, "include": wanted.include, "input_scales": wanted.input_scales}
         given |= {"recipe": wanted.recipe, "calibration": self.calibration}
@@ -111,14 +111,14 @@ class QGemmConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> QGemmConfig:
-        """The config of a model that is quantized."""
+        """The config of a quantized model."""
         config = cls()
         config.manifest = manifest
         return config
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """What ``to_dict`` gave, or ``config.json`` of a quantized model holds; raises ``CheckpointError``."""
+        """Reads what ``to_dict`` gave, or the ``config.json`` of a quantized model; raises ``CheckpointError``."""
         if not isinstance(config_dict, Mapping):
             raise TypeError(f"config_dict is {shown(config_dict)}; it must be what to_dict returned")
         if "format_version" in config_dict or "layers" in config_dict:
@@ -133,13 +133,13 @@ class QGemmConfig(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values: those of ``manifest`` once there is one; before, without ``calibration``."""
+        """JSON-ready values: the ``manifest``'s if there is one; otherwise the arguments, without ``calibration``."""
         if self.manifest is not None:
             return self.manifest.to_dict()
         return {"quant_method": QUANT_METHOD, **self.quantization.to_dict()}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """``dict(config)`` is ``config.to_dict()``."""
+        """Makes ``dict(config)`` equal ``config.to_dict()``."""
         return iter(self.to_dict().items())
 
     def to_json_string(self, use_diff: bool = True) -> str:

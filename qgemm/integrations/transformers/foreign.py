@@ -1,11 +1,11 @@
 """``ForeignLoad``: runs another library's quantized checkpoint through qgemm, in ``from_pretrained``.
 
-transformers knows most of these formats itself, by quantizers that need their libraries. With a ``QGemmConfig``, the
-layers are qgemm's instead, read as ``load_quantized`` reads them; transformers builds the model, reads what is in
-float, and decides what goes to which device.
+transformers reads most of these formats itself, with quantizers that need their libraries. With a ``QGemmConfig``, the
+layers are qgemm's instead, and are read as ``load_quantized`` reads them; transformers builds the model, reads the
+float tensors, and decides which module goes to which device.
 
-While it does so, a layer is in a module of its own inside of the float layer's place. Otherwise transformers would take
-a tensor of the files, of the same name as a parameter and another shape, for its values.
+Meanwhile, each quantized layer is inside a separate module in the float layer's place. Otherwise transformers would
+load a tensor from the files with the same name as a parameter, but another shape, into it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _WAITING = "qgemm_waiting"
 
 
 def is_foreign(files: list[Path]) -> bool:
-    """Whether ``files`` are of a checkpoint that another library has quantized, as its config or tensors say."""
+    """Whether ``files`` belong to a checkpoint quantized by another library, according to its config or tensors."""
     path = files[0].parent / CONFIG_FILE if files else None
     return path is not None and path.is_file() and formats.is_foreign(path.parent, read_json(path))
 
 
 def prefer_qgemm(merge: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' ``merge_quantization_configs``, with what a ``QGemmConfig`` asks for.
+    """Wraps transformers' ``merge_quantization_configs`` so that it follows a ``QGemmConfig``.
 
-    By itself it refuses one for another library's files, and leaves out what it says of qgemm's own.
+    Unchanged, it refuses one for another library's files, and ignores its settings for qgemm's own.
     """
 
     @functools.wraps(merge)
@@ -64,7 +64,7 @@ def prefer_qgemm(merge: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def admit_nameless(supports: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """transformers' ``supports_quant_method``, which raises an error for a config without one; ``merge`` then does."""
+    """Wraps transformers' ``supports_quant_method``: it passes a config without a method, so that ``merge`` raises."""
 
     @functools.wraps(supports)
     def supports_method(quantization_config: Any) -> bool:
@@ -76,14 +76,14 @@ def admit_nameless(supports: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 class _Waiting(nn.Module):
-    """Stands where ``layer`` will be."""
+    """A module in the place where ``layer`` will be."""
 
     def __init__(self, layer: QuantLayer) -> None:
         super().__init__()
         self.add_module(_WAITING, layer)
 
     def __getattr__(self, name: str) -> Any:
-        """What models look for as they are initialized, such as ``weight``: the layer's, marked as initialized."""
+        """The layer's attributes that models use during initialization, such as ``weight``, marked as initialized."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -94,7 +94,7 @@ class _Waiting(nn.Module):
 
 
 class _WaitingWeight:
-    """Stands where the ``weight`` of ``module`` will be, which is a parameter of another name meanwhile."""
+    """Stands for the ``weight`` of ``module``, which is a parameter of another name meanwhile."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -105,11 +105,11 @@ class _WaitingWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where it will be."""
+        """The weight's future device."""
         return self._module.get_parameter(_WAITING).device
 
     def end(self, value: Tensor) -> None:
-        """Puts ``value`` there."""
+        """Sets the weight to ``value``."""
         waiting = self._module.get_parameter(_WAITING)
         del vars(self._module)["weight"]
         delattr(self._module, _WAITING)
@@ -117,13 +117,13 @@ class _WaitingWeight:
 
 
 class ForeignLoad:
-    """A model while its quantized layers are read from a checkpoint of another library."""
+    """A model while its quantized layers are read from another library's checkpoint."""
 
     def __init__(self, model: PreTrainedModel, config: QGemmConfig, files: list[Path]) -> None:
         """``files``: those that transformers reads. Puts quantized layers without values into ``model``.
 
-        Raises ``CheckpointError`` for what ``load_quantized`` refuses, and for a model of another class than the
-        checkpoint's; ``ValueError`` if ``config`` asks for what is done to float models alone.
+        Raises ``CheckpointError`` for whatever ``load_quantized`` refuses, and for a model of another class than the
+        checkpoint's; ``ValueError`` if ``config`` has options that only apply to float models.
         """
         folder = files[0].parent
         config_path = checkpoint_file(folder, CONFIG_FILE)
@@ -135,11 +135,11 @@ class ForeignLoad:
                 f"{config_path}: architectures names {values.get('architectures')}, and the model is a "
                 f"{type(model).__name__}: load the class that is named, or convert the folder with qgemm convert"
             )
-        with torch.device("cpu"):  # transformers builds the model with meta as the default
+        with torch.device("cpu"):  # transformers builds the model with meta as the default device
             self._contents = read_contents(folder, values, config_path)
         fit_to_model(self._contents, model, config_path, scheme)
         contents = self._contents
-        # transformers makes the buffers anew.
+        # transformers recreates the buffers.
         self._layers = match(model, contents.manifest, contents.headers, config_path, has_buffers=False)
         check_unheld(contents)
         for note in contents.notes:
@@ -155,12 +155,12 @@ class ForeignLoad:
                     "with qgemm convert --to qgemm, and load that folder"
                 )
             plan_layers(model, self._layers, waiting=True)  # each process reads whole layers, and keeps its part
-        # Every name has been checked.
+        # All names have been checked already.
         model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), rf"\.{_WAITING}(\.|$)"}
         model._keys_to_ignore_on_load_unexpected = {"."}
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Reads the values of the layers, each on its device; raises ``CheckpointError`` as ``load_quantized`` does."""
+        """Reads the layers' values, each on its device; raises ``CheckpointError`` as ``load_quantized`` does."""
         ours = (*self._layers, *self._restored)
         if offloaded := [name for name in ours if is_offloaded(model.get_submodule(name))]:
             raise ValueError(

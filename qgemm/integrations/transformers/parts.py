@@ -1,9 +1,9 @@
-"""Parts of quantized models by themselves, in what transformers does without asking a quantizer.
+"""Makes transformers handle separate parts of quantized models, for which it doesn't ask a quantizer.
 
-It loads with one if the config has a ``quantization_config``, and saves with the one that the model has. The model that
-was quantized has both, and its parts neither: a class of a part (``CLIPVisionModel``) takes its config out of the
-whole's, and ``model.vision_model.save_pretrained`` knows nothing of ``model``. Quantized values would become the
-weights of float layers, with no error.
+transformers loads with a quantizer if the config has a ``quantization_config``, and saves with the model's quantizer.
+The quantized model has both, but its parts have neither: the class of a part (``CLIPVisionModel``) extracts its config
+from the whole model's, and ``model.vision_model.save_pretrained`` doesn't know ``model``. Quantized values would become
+weights of float layers, without an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qgemm.nn import QuantLayer
 
 
 def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' ``get_config_dict``; the part that it is called for gets what the whole says of quantization."""
+    """Wraps transformers' ``get_config_dict``: the config of a part gets the whole model's quantization settings."""
 
     @functools.wraps(get_config_dict)
     def get_with_part(cls: type[PreTrainedConfig], *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
@@ -35,7 +35,8 @@ def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
         quantization = values.get("quantization_config")
         if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
             for part in values.values():
-                # AutoConfig has no type, and neither have parts that are for no model, which may take no such argument.
+                # AutoConfig has no type, nor have parts without a model of their own, which may not accept the
+                # argument.
                 if isinstance(part, dict) and cls.model_type and part.get("model_type") == cls.model_type:
                     part["quantization_config"] = quantization
                     part["architectures"] = values.get("architectures")  # the class that was saved
@@ -45,7 +46,8 @@ def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_parts(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' ``save_pretrained``, which lends a quantizer to a model with quantized layers that has none."""
+    """Wraps transformers' ``save_pretrained``: lends a quantizer to a model that has quantized layers but no quantizer.
+    """
 
     @functools.wraps(save_pretrained)
     def save_with_quantizer(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +62,7 @@ def save_parts(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _lent_quantizer(model: PreTrainedModel) -> Iterator[None]:
-    # Its config may be that of the whole model, too.
+    # Its config may also be the whole model's.
     configs = [vars(config) for config in (model.config, *part_configs(model).values())]
     keys = ("quantization_config", FUSIONS_KEY)
     before = [{key: config[key] for key in keys if key in config} for config in configs]
@@ -76,7 +78,9 @@ def _lent_quantizer(model: PreTrainedModel) -> Iterator[None]:
 
 
 def refuse_values(load: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' ``_load_pretrained_model``; raises ``CheckpointError`` if no quantizer reads quantized values."""
+    """Wraps transformers' ``_load_pretrained_model``: raises ``CheckpointError`` for quantized values without
+    quantizer.
+    """
 
     signature = inspect.signature(load)
 
@@ -85,7 +89,7 @@ def refuse_values(load: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs).arguments
         model: Any = given.get("model")
         config: Any = given.get("load_config")
-        # Arguments may have other names in versions to come, which must not keep them from loading models.
+        # Later versions may name the arguments differently, which must not prevent models from loading.
         if model is not None and hasattr(config, "hf_quantizer") and config.hf_quantizer is None:
             if (state := given.get("state_dict")) is not None:
                 check_dtypes(model, {name: tensor.dtype for name, tensor in state.items()})

@@ -1,4 +1,4 @@
-"""``QGemmQuantizer``: what transformers asks as it loads and saves a model with quantized layers."""
+"""``QGemmQuantizer``: transformers' interface for loading and saving a model with quantized layers."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from qgemm.quantize import quantize
 
 
 class QGemmQuantizer(HfQuantizer):
-    """What ``from_pretrained`` and ``save_pretrained`` ask about a model with quantized layers."""
+    """What ``from_pretrained`` and ``save_pretrained`` call for a model with quantized layers."""
 
     serialized_names = {"weight": ["weight", "weight_scale"]}  # noqa: RUF012 (as the base class declares it)
     quantization_config: QGemmConfig
 
     def __init__(self, quantization_config: QGemmConfig, **kwargs: Any) -> None:
-        """``pre_quantized``, among ``kwargs``: whether the checkpoint is quantized already."""
+        """``pre_quantized``, in ``kwargs``: whether the checkpoint is already quantized."""
         super().__init__(quantization_config, **kwargs)
-        # While a checkpoint is read: one of float weights, or a quantized one.
+        # Set while a checkpoint is read: one with float weights, or a quantized one.
         self._quantizing: QuantizeOnLoad | None = None
         self._reading: QuantizedLoad | ForeignLoad | None = None
         self._distributed_config: Any = None
@@ -51,7 +51,7 @@ class QGemmQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters can train: gradients go through the layers to what lies before them."""
+        """Whether adapters can be trained: gradients pass through the layers to what precedes them."""
         return True
 
     @property
@@ -60,7 +60,7 @@ class QGemmQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raises ``ValueError`` if weights are to be quantized and then stay on disk, which transformers mixes up."""
+        """Raises ``ValueError`` if weights would be quantized and then stay on disk, which transformers mixes up."""
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
                 'device_map puts modules on "disk", where weights can\'t be quantized while they load: quantize and '
@@ -68,32 +68,32 @@ class QGemmQuantizer(HfQuantizer):
             )
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Lets transformers go on with a checkpoint that it refuses without qgemm; 5.17 shows the config here."""
+        """Makes transformers accept a checkpoint that it refuses without qgemm; 5.17 passes the config here."""
         admit(config)
         self._distributed_config = getattr(config, "distributed_config", None)
         return config
 
-    update_attn_implementation = update_tp_plan  # where 5.18 and later show it
+    update_attn_implementation = update_tp_plan  # 5.18 and later pass it here
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
-        """What transformers is to make of names: they are those of the class that was saved, not of original files."""
+        """The conversions of names: files have the names of the class that was saved, not of original checkpoints."""
         if isinstance(self._reading, QuantizedLoad) and self._reading.renaming is not None:
             return self._reading.renaming.conversions()
         conversions: list[Any] = super().update_weight_conversions(weight_conversions, *args)
         return conversions
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Whether this weight of a float checkpoint is to be quantized."""
+        """Whether this weight of a float checkpoint will be quantized."""
         return self._quantizing is not None and param_name in self._quantizing.waiting
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """Bytes per value, by which ``device_map="auto"`` counts: those of a weight once it has arrived."""
+        """Bytes per value, for ``device_map="auto"``: for a weight, those after its quantization."""
         if self._quantizing is None or param_name not in self._quantizing.waiting:
             return param.element_size()
         return self._quantizing.element_size(param_name)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """What is done with a weight for which ``param_needs_quantization``."""
+        """The operation for a weight for which ``param_needs_quantization``."""
         assert self._quantizing is not None
         return self._quantizing
 
@@ -102,7 +102,7 @@ class QGemmQuantizer(HfQuantizer):
     ) -> None:
         files = [Path(file) for file in checkpoint_files or ()]
         for file in files:
-            check_regular(file)  # transformers opens whatever is there
+            check_regular(file)  # transformers would open anything
         if self._distributed_config is not None:
             go_by(model, self._distributed_config)
         if self.quantization_config.foreign or (not self.pre_quantized and is_foreign(files)):
@@ -120,7 +120,7 @@ class QGemmQuantizer(HfQuantizer):
         elif self._quantizing is not None:
             self._quantizing.finish(model)
         else:
-            # Or the batches would be copied with it.
+            # Otherwise the batches would be copied with it.
             del model.config.quantization_config
             quantize(model, config.quantization, calibration=config.calibration)
         is_converted = isinstance(self._reading, QuantizedLoad) and _convert(model, config)
@@ -128,25 +128,25 @@ class QGemmQuantizer(HfQuantizer):
         cut_layers(model)
         for module in model.modules():
             if isinstance(module, QuantLayer):
-                module.requires_grad_(False)  # transformers makes every float parameter trainable, scales too
+                module.requires_grad_(False)  # transformers makes every float parameter trainable, including scales
                 module.settle()
         self.pre_quantized = True
         manifest = self.quantization_config.manifest
         if not any(isinstance(module, QuantLayer) for module in model.modules()):
-            self.remove_quantization_config(model)  # of a part that stayed in float
+            self.remove_quantization_config(model)  # for a part that stayed in float
             model._weight_conversions = []  # type: ignore[assignment]
             return model
         describe(model, None if manifest is None or is_converted else manifest.save)
         return fuse(model) if config.fuse else model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """What ``save_pretrained`` is to store: the tensors that ``save_quantized`` does. The config describes them."""
+        """What ``save_pretrained`` stores: the same tensors as ``save_quantized``. The config describes them."""
         return tensors_and_metadata(model)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-        """Puts float layers in the place of quantized ones, in ``dtype``: by default that of the model's float part.
+        """Replaces quantized layers by float ones, in ``dtype``: by default that of the model's float part.
 
-        transformers would take the config's, which ``model.float()`` and the like don't change.
+        transformers would use the config's dtype, which ``model.float()`` and the like don't update.
         """
         dequantized: PreTrainedModel = super().dequantize(model, float_dtype(model) if dtype is None else dtype)
         return dequantized
@@ -171,19 +171,19 @@ class QGemmQuantizer(HfQuantizer):
 
 
 def _convert(model: PreTrainedModel, config: QGemmConfig) -> bool:
-    """Converts the layers to the scheme that ``config`` asks for, if they have others; whether it did."""
+    """Converts layers to the scheme that ``config`` asks for, if they differ; returns whether any did."""
     scheme = config.one_scheme()
     if scheme is None or not convert_layers(model, scheme, is_cut(model)):
         return False
-    vars(model).pop("_qgemm_report", None)  # it is of the schemes before
+    vars(model).pop("_qgemm_report", None)  # it describes the former schemes
     return True
 
 
 def attach_quantizer(model: nn.Module, save: str | None = None) -> None:
     """Makes ``save_pretrained`` of a model with quantized layers write what ``from_pretrained`` can load.
 
-    ``model`` is a transformers model, or holds some. It gets a config of its own, whose ``quantization_config``
-    describes it. ``save``: the id of the save that it was loaded from.
+    ``model``: a transformers model, or one that contains some. It gets a copy of its config, whose
+    ``quantization_config`` describes it. ``save``: the id of the save from which it was loaded.
     """
     for pretrained in _outermost(model):
         _copy_config(pretrained)
@@ -191,10 +191,10 @@ def attach_quantizer(model: nn.Module, save: str | None = None) -> None:
         quantizer = QGemmQuantizer(pretrained.config.quantization_config, pre_quantized=True)
         pretrained.hf_quantizer = quantizer  # type: ignore[assignment]
         pretrained.quantization_method = QUANT_METHOD  # type: ignore[assignment]
-        # Not is_quantized: nothing that saves or loads looks at it, and with it half() and float() refuse to run.
+        # Not is_quantized: no code for saving or loading reads it, and with it half() and float() would refuse to run.
         for module in pretrained.modules():
             if isinstance(module, PreTrainedModel):
-                module.config._is_quantized = True  # then attention doesn't look for an nn.Linear to learn the dtype
+                module.config._is_quantized = True  # then attention doesn't search for an nn.Linear to find the dtype
 
 
 def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
@@ -207,7 +207,7 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _copy_config(model: PreTrainedModel) -> None:
-    # As from_pretrained does: a float model may yet be built from the config that this one was built from.
+    # As from_pretrained does, because another float model may be built from the same config.
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
@@ -217,7 +217,7 @@ def _copy_config(model: PreTrainedModel) -> None:
 
 
 def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtype | None) -> nn.Module:
-    """``module``, float experts on meta, with the values of ``quantized``."""
+    """``module``, float experts on meta, with values restored from ``quantized``."""
     source = describe_experts(module)
     for name, value in quantized.dequantize(dtype).items():
         setattr(module, source.parameters[name], nn.Parameter(source.restore(name, value)))

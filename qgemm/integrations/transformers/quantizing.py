@@ -1,7 +1,7 @@
 """``QuantizeOnLoad``: quantizes the weights of a float checkpoint one at a time, as transformers reads them.
 
-So memory peaks at the quantized model and one float weight. What can be said before weights are read is said then; what
-is wrong with weights is said at the end, of all of them at once.
+So memory peaks at the quantized model and one float weight. Errors that can be found before weights are read are raised
+then; errors in weights are raised at the end, for all of them at once.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from qgemm.nn.linear_layer import linear_weight
 
 
 def start_quantizing(model: PreTrainedModel, config: QGemmConfig) -> QuantizeOnLoad | None:
-    """What is to be done with the weights of ``model``, which has none yet; None if it is loaded in float first.
+    """Plans the quantization of the weights of ``model``, which has no values yet; None if it is first loaded in float.
 
-    Raises ``ValueError`` as ``quantize_model`` does. Of a model that is cut among processes, each reads and quantizes
-    whole weights, and keeps its part of them.
+    Raises ``ValueError`` as ``quantize_model`` does. If the model is split among processes, each process reads and
+    quantizes whole weights, and keeps its part of them.
     """
     if is_cut(model) and config.loads_float:
         raise ValueError(
@@ -55,19 +55,19 @@ def start_quantizing(model: PreTrainedModel, config: QGemmConfig) -> QuantizeOnL
 
 
 class QuantizeOnLoad(ConversionOps):
-    """Puts a quantized layer in a float one's place as soon as its weights have been read.
+    """Replaces a float layer by a quantized one as soon as its weights have been read.
 
-    ``waiting``: the layers by the names of the tensors that have yet to come.
+    ``waiting``: the layers, by the names of tensors that are still to come.
     """
 
     def __init__(self, model: PreTrainedModel, plan: SwapPlan) -> None:
-        """``plan``: what is to become of the layers of ``model``."""
+        """``plan``: what will become of the layers of ``model``."""
         self._plan = plan
-        # Experts of which some tensors have come; what became of layers that are complete; what is wrong with others.
+        # Experts with some of their tensors; the records of complete layers; the errors of others.
         self._experts: dict[str, ExpertsSwap] = {}
         self._records: dict[str, LayerRecord] = {}
         self._errors: list[str] = []
-        # Files have the packed weights of an nn.MultiheadAttention, so it is opened once those are there.
+        # Files contain the packed weights of an nn.MultiheadAttention, so it is opened only after these have arrived.
         modules = dict(model.named_modules(remove_duplicate=False))
         self._in_attention = [
             layer for layer in plan.chosen if isinstance(modules[split_name(layer.name)[0]], nn.MultiheadAttention)
@@ -81,7 +81,7 @@ class QuantizeOnLoad(ConversionOps):
         }
 
     def element_size(self, name: str) -> float:
-        """Bytes per value of the weight called ``name``, which is waited for, once it is quantized."""
+        """Bytes per value, after quantization, of the weight ``name``, which is still to come."""
         return self._plan.scheme_of(self.waiting[name]).weight.format.bits / 8
 
     def convert(  # type: ignore[override]
@@ -91,7 +91,7 @@ class QuantizeOnLoad(ConversionOps):
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Quantizes the weights among ``input_dict``, tensors by full names, and hands on the rest."""
+        """Quantizes the weights in ``input_dict``, which are named in full, and returns the rest."""
         assert model is not None
         rest = {}
         for name, value in input_dict.items():
@@ -104,7 +104,7 @@ class QuantizeOnLoad(ConversionOps):
         return rest
 
     def quantize_weight(self, model: nn.Module, name: str, value: Tensor) -> None:
-        """Quantizes the weight called ``name``, which is ``value``, and its layer with it once that has all of its."""
+        """Quantizes the weight ``name``, with this ``value``, and swaps its layer when all of its weights are there."""
         layer, (_, leaf) = self.waiting.pop(name), split_name(name)
         scheme = self._plan.scheme_of(layer)
         if layer.is_experts and layer.name not in self._experts:
@@ -128,7 +128,7 @@ class QuantizeOnLoad(ConversionOps):
         except ValueError as error:
             self._errors.append(f"{layer.name}: {error}")
             return
-        # Else transformers would initialise them. The bias may still come, and is marked then.
+        # Otherwise transformers would initialize them. The bias may still arrive, and is marked then.
         for parameter in model.get_submodule(layer.name).parameters(recurse=False):
             if parameter.device.type != "meta":
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ class QuantizeOnLoad(ConversionOps):
         self.waiting |= {f"{layer.name}.weight": layer for layer in self._in_attention}
         with opened_attention(model):
             for name in list(self.waiting):
-                # One checkpoint tensor that became several parameters is given to the first one's operation only.
+                # A checkpoint tensor that became several parameters is only passed to the first one's operation.
                 if name in self.waiting and getattr(weight := model.get_parameter(name), "_is_hf_initialized", False):
                     self.quantize_weight(model, name, weight.detach())
         missing = [name for name, layer in self.waiting.items() if layer.name not in self._records]
@@ -166,7 +166,7 @@ def _on_meta(model: PreTrainedModel, plan: SwapPlan) -> Iterator[tuple[str, Quan
 
 @contextmanager
 def _as_it_will_be(model: PreTrainedModel) -> Iterator[None]:
-    """Parameters on meta as they will be once loaded, for a look at the model: tied, and float32 where they stay so."""
+    """Inside, parameters on meta are as they will be after loading: tied, and float32 where they stay so."""
     before = {name: model.get_parameter_or_buffer(name) for name in model.state_dict()}
     plan = model._get_dtype_plan(model.dtype)
     for name, parameter in before.items():

@@ -1,7 +1,8 @@
-"""``QuantizedLoad``: puts quantized layers into a model, into which transformers reads a checkpoint, and checks it.
+"""``QuantizedLoad``: puts quantized layers into a model for which transformers reads a checkpoint, and checks the
+result.
 
-transformers checks little of a quantized model: shapes not at all in some versions, and a tensor that is missing leaves
-uninitialised memory, with a warning. The model may also be of another class than the one that was saved.
+transformers checks little for a quantized model: some versions don't check shapes, and a missing tensor leaves
+uninitialised memory, with a warning. The model may also be of another class than the saved one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class QuantizedLoad:
     def __init__(self, model: PreTrainedModel, config: QGemmConfig, files: list[Path]) -> None:
         """``files``: those that transformers reads. The manifest of ``config`` becomes that of ``model``.
 
-        Raises ``CheckpointError`` if the files don't hold what the model needs.
+        Raises ``CheckpointError`` if the files don't contain what the model needs.
         """
         manifest = config.manifest
         if manifest is None:
@@ -59,13 +60,13 @@ class QuantizedLoad:
         self._files = open_files(files, manifest)
         in_files, checksums = self._files.stored, self._files.checksums
         same_class = type(model).__name__ in (model.config.architectures or ())
-        # How the names in files differ from the model's; None for the class that was saved.
+        # How names in files differ from the model's; None for the class that was saved.
         self.renaming: Renaming | None = None
         may_be_called = list(manifest.layers)
         if not same_class:
             self.renaming = Renaming.find(model, in_files or [f"{name}.weight" for name in manifest.layers])
             may_be_called = [candidate for name in manifest.layers for candidate in self.renaming.names(name)]
-            self._files.report = None  # it is of the whole model
+            self._files.report = None  # it describes the whole model
         with opened_attention(model, may_be_called):
             if self.renaming is not None:
                 manifest = config.manifest = _manifest_for(model, self.renaming, manifest)
@@ -75,11 +76,12 @@ class QuantizedLoad:
             for name, layer in layers.items():
                 model.set_submodule(name, layer)
         forget_ties(model, layers, manifest.tied)
-        # transformers makes up what the files hold under another name, and so overwrites a module that has both.
+        # transformers initializes what the files have under another name, which would overwrite a module with both
+        # names.
         parameters = dict(model.named_parameters(remove_duplicate=False))
         ties = {alias: name for alias, name in manifest.tied.items() if alias in parameters}
         model.all_tied_weights_keys.update(ties)
-        # What the files hold, by the model's names.
+        # The tensors in the files, by the model's names.
         names = self._names_in_files = {
             name if self.renaming is None else self.renaming.name_in(model, name) or name: name for name in in_files
         }
@@ -93,7 +95,7 @@ class QuantizedLoad:
         self._checksums = {name: checksums[in_file] for name, in_file in names.items() if in_file in checksums}
         if self._stored:
             _check_stored(self._stored, manifest, layers, self._files.config_path)
-        # Float buffers that state_dict leaves out are stored too; they are put into place afterwards.
+        # Float buffers that state_dict leaves out are stored too, and are put in place afterwards.
         put_later = {re.escape(min(name, names[name], key=len)) for name in transient_names(model) if name in names}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *put_later}
         self._manifest = manifest
@@ -105,7 +107,7 @@ class QuantizedLoad:
             assert isinstance(layer, QuantLayer)
             _check_loaded(name, layer, self._checksums, self._files.config_path)
         for alias, name in self._manifest.tied.items():
-            set_tensor(model, alias, get_tensor(model, name))  # also ties that the model's class doesn't know of
+            set_tensor(model, alias, get_tensor(model, name))  # including ties that the model's class doesn't know
         transient = {self._names_in_files[name]: name for name in transient_names(model) if name in self._stored}
         stored = {name_in_file: self._stored[name] for name_in_file, name in transient.items()}
         for name_in_file, value in read_values(stored, torch.device("cpu")):
@@ -118,9 +120,9 @@ class QuantizedLoad:
 
 @dataclass
 class _LoadedFiles:
-    """The files that transformers loads a model from, all of one save. ``open_files`` opens them.
+    """The files from which transformers loads a model, all from one save. ``open_files`` opens them.
 
-    ``stored`` and ``checksums`` are by the names in the files.
+    ``stored`` and ``checksums`` are indexed by the names in the files.
     """
 
     config_path: Path
@@ -128,14 +130,15 @@ class _LoadedFiles:
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     checksums: dict[str, object] = field(default_factory=dict)
     report: QuantReport | None = None
-    # Where the generation config is until its save is over, and the one before, which transformers may read instead.
+    # The generation config's path until its save is finished, and the previous one, which transformers may read
+    # instead.
     _pending: Path | None = None
     _stale: Any = None
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Raises ``CheckpointError`` if a save took place while transformers read, and else ends one that was killed.
+        """Raises ``CheckpointError`` if a save took place while transformers read; completes a save that was killed.
 
-        transformers opens files by their names, so it may have met others than those that were opened here.
+        transformers opens files by name, so it may have opened others than those opened here.
         """
         for path, stamp in {tensor.path: tensor.stamp for tensor in self.stored.values()}.items():
             if file_stamp(path) != stamp:
@@ -149,7 +152,7 @@ class _LoadedFiles:
 
 
 def open_files(files: list[Path], manifest: Manifest) -> _LoadedFiles:
-    """Reads the headers of ``files``; raises ``CheckpointError`` unless they are of the save that ``manifest`` has."""
+    """Reads the headers of ``files``; raises ``CheckpointError`` unless they are from the save in ``manifest``."""
     folder = files[0].parent if files else Path()
     opened = _LoadedFiles(folder / CONFIG_FILE, manifest)
     weights = [file for file in files if file.suffix == ".safetensors"]
@@ -172,7 +175,7 @@ def open_files(files: list[Path], manifest: Manifest) -> _LoadedFiles:
 
 
 def _manifest_for(model: PreTrainedModel, renaming: Renaming, manifest: Manifest) -> Manifest:
-    """What of ``manifest`` is about ``model``, which is of another class than the model that was saved."""
+    """The part of ``manifest`` about ``model``, whose class differs from that of the saved model."""
 
     def named(name: str) -> str | None:
         return renaming.name_in(model, name)
@@ -211,21 +214,21 @@ def _check_stored(
 
 
 def _check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object], config_path: Path) -> None:
-    """Raises ``CheckpointError`` unless every parameter of the layer ``name`` was loaded, with values that it takes.
+    """Raises ``CheckpointError`` unless every parameter of the layer ``name`` was loaded, with valid values.
 
-    Values that are in ``checksums``, by name, are held against theirs. Biases aren't: transformers casts them.
+    Values with checksums, which are given by name, are compared with these. Biases have none: transformers casts them.
     """
     for leaf, parameter in layer.named_parameters(recurse=False):
         if parameter.device.type == "meta":
             continue  # offloaded
-        # A parameter without the mark is uninitialised memory: no tensor went there.
+        # A parameter without the mark is uninitialised memory: no tensor was loaded into it.
         if not getattr(parameter, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook"):
             raise CheckpointError(
                 f"{config_path.parent}: {name}.{leaf} was not loaded: the checkpoint is incomplete; "
                 "save or download it again"
             )
         value: Any = parameter.detach()
-        is_whole = type(value) is Tensor  # of a layer that is cut among processes, nobody has all the values
+        is_whole = type(value) is Tensor  # if a layer is split among processes, no process has all the values
         if problem := layer.problem_with(leaf, value if is_whole else value.to_local()):
             raise CheckpointError(f"{config_path.parent}: {name}.{leaf} {problem}")
         wanted = checksums.get(f"{name}.{leaf}") if leaf in layer.fixed_names else None

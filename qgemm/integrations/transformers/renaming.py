@@ -1,8 +1,8 @@
-"""What a model calls the tensors of files that another class has written: the whole of which it is a part, or a part.
+"""Matches a model's names to files written by another class: the whole model that it is a part of, or a part of it.
 
-Files of a quantized model have its own names, from which a part's differ by what stands before them:
-``model.language_model.norm.weight`` is ``norm.weight`` in the language model. transformers knows the names of original
-files, and those of a base model.
+Files of a quantized model have its own names, and a part's names differ from them by a prefix:
+``model.language_model.norm.weight`` is ``norm.weight`` in the language model. transformers only knows the names of
+original files, and those of a base model.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from qgemm.checkpoint.tensors import get_tensor
 
 @dataclass(frozen=True)
 class Renaming:
-    """What is taken from the front of names in files, or put there: ``removed`` or ``added``, each with its dot."""
+    """The prefix that names in files have (``removed``) or lack (``added``), each with its dot."""
 
     removed: str = ""
     added: str = ""
 
     @classmethod
     def find(cls, model: nn.Module, in_files: Iterable[str]) -> Renaming:
-        """The one by which most parameters of ``model`` have a name that is ``in_files``; none if two are as good."""
+        """The one that gives most parameters of ``model`` a name that is ``in_files``; none if two are equally good."""
         stored, own = set(in_files), {name for name, _ in model.named_parameters(remove_duplicate=False)}
         counts = Counter({cls(): len(stored & own)})
         counts.update(cls(removed=front) for name in stored for front, rest in _cuts(name) if rest in own)
@@ -40,11 +40,11 @@ class Renaming:
         return best[0] if len(best) == 1 else cls()
 
     def names(self, name: str) -> tuple[str, str]:
-        """What the tensor or module that is ``name`` in files may be called; transformers leaves what it isn't for."""
+        """Possible names of the tensor or module ``name`` in files; transformers keeps names that don't match."""
         return self.added + name.removeprefix(self.removed), name
 
     def name_in(self, model: nn.Module, name: str) -> str | None:
-        """Which of ``names`` is in ``model``; None if none is."""
+        """The one of ``names`` that is in ``model``; None if none is."""
         for candidate in self.names(name):
             try:
                 if get_tensor(model, candidate) is not None:
@@ -54,7 +54,7 @@ class Renaming:
         return None
 
     def conversions(self) -> list[Any]:
-        """The same for transformers."""
+        """The same renaming for transformers."""
         from transformers.core_model_loading import PrefixChange
 
         if self.removed:
@@ -78,7 +78,7 @@ def check_files(model: nn.Module, files: Iterable[Path]) -> None:
             try:
                 tensors, _ = read_header_and_metadata(file)
             except CheckpointError:
-                return  # transformers says what is wrong with it
+                return  # transformers will report what is wrong with it
             dtypes.update((name, tensor.dtype) for name, tensor in tensors.items())
     check_dtypes(model, dtypes)
 

@@ -1,4 +1,4 @@
-"""What ``save_pretrained`` writes of a quantized model: tensors, and a config that says what is quantized."""
+"""What ``save_pretrained`` writes for a quantized model: tensors, and a config that describes the quantization."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from qgemm.nn import QuantLayer
 
 
 def tensors_and_metadata(model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-    """What ``save_pretrained`` is to store: the tensors that ``save_quantized`` does. The config describes them."""
-    is_adapter = getattr(model, "_hf_peft_config_loaded", False)  # of which alone the files are; no config is
+    """What ``save_pretrained`` stores: the same tensors as ``save_quantized``. The config describes them."""
+    is_adapter = getattr(model, "_hf_peft_config_loaded", False)  # the files contain only the adapter, and no config
     metadata = {} if is_adapter else {SAVE: secrets.token_hex(8)}
     describe(model, metadata.get(SAVE))
     report: QuantReport | None = getattr(model, "_qgemm_report", None)
@@ -31,7 +31,7 @@ def tensors_and_metadata(model: PreTrainedModel) -> tuple[dict[str, Tensor] | No
         metadata[REPORT] = json.dumps(report.to_dict())
     tensors = stored_tensors(model)
     if any(tensor.device.type == "meta" for tensor in tensors.values()):
-        return None, metadata  # offloaded: transformers fetches them one at a time
+        return None, metadata  # offloaded weights: transformers fetches them one at a time
     ties = find_ties(model, tensors)
     stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in ties}
     for name, layer in model.named_modules():
@@ -39,22 +39,22 @@ def tensors_and_metadata(model: PreTrainedModel) -> tuple[dict[str, Tensor] | No
             for leaf in layer.splits(layer.shard.style, layer.shard.parts):
                 if f"{name}.{leaf}" in stored:
                     whole = layer.whole(leaf)
-                    if layer.shard.rank == 0:  # which writes
+                    if layer.shard.rank == 0:  # this process writes
                         stored[f"{name}.{leaf}"] = whole.cpu()
-    # Not of parts, which transformers has yet to put together.
+    # Not for parts, which transformers puts together later.
     if not is_adapter and all(type(tensor) is Tensor for tensor in stored.values()):
-        # Every file gets all of them, since nothing here knows which tensor goes where.
+        # Every file gets all of them, because it isn't known here which tensor goes to which file.
         sums = {name: format_checksum(checksum(tensor.contiguous())) for name, tensor in stored.items()}
         metadata[CHECKSUMS] = json.dumps(sums)
     return stored, metadata
 
 
 def describe(model: PreTrainedModel, save: str | None) -> None:
-    """Says in the config of ``model`` what is quantized in it now, and in which save its values are."""
+    """Describes in the config of ``model`` what is quantized in it now, and which save contains its values."""
     layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
     tensors = stored_tensors(model)
     ties = find_ties(model, tensors)
-    ties.update(  # of tensors that are offloaded, which have no address
+    ties.update(  # for offloaded tensors, which have no address
         (alias, name)
         for alias, name in model.all_tied_weights_keys.items()
         if alias in tensors and name in tensors and tensors[alias].device.type == "meta"
@@ -63,21 +63,21 @@ def describe(model: PreTrainedModel, save: str | None) -> None:
     model.config.quantization_config = config
     parts = part_configs(model).values()
     for part in parts:
-        vars(part).pop("quantization_config", None)  # of one that was quantized by itself
+        vars(part).pop("quantization_config", None)  # from a part that was quantized separately
     for each in (model.config, *parts):
         each.fusion_config = add_refusal(getattr(each, FUSIONS_KEY, None))
-    vars(model.config).pop(WEIGHTS_KEY, None)  # of the folder that it came from
+    vars(model.config).pop(WEIGHTS_KEY, None)  # from the folder that it was loaded from
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.quantization_config = config
-    # Stored under the model's own names. Those of the original checkpoint may stand for parts of a fused weight, and
-    # nothing would take an int8 weight apart together with its scales.
+    # Tensors are stored under the model's own names. The original checkpoint's names may stand for parts of a fused
+    # weight, and no conversion could split an int8 weight together with its scales.
     model._weight_conversions = []  # type: ignore[assignment]
-    # All of them: load_quantized builds a model without values, so that those that building makes aren't there.
+    # All keys are saved, because load_quantized builds a model without values, and so without computed tensors.
     model._keys_to_ignore_on_save = None  # type: ignore[assignment]
 
 
 def admit(config: PreTrainedConfig) -> None:
-    """Takes out of ``config`` and its parts what has transformers refuse the checkpoint without qgemm."""
+    """Removes from ``config`` and its parts the entry that makes transformers refuse the checkpoint without qgemm."""
     if (fusions := drop_refusal(vars(config).pop(FUSIONS_KEY, None))) is not None:
         config.fusion_config = fusions
     for part in vars(config).values():

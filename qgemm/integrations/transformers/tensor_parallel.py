@@ -1,13 +1,13 @@
-"""Tensor parallelism of transformers over quantized layers: which part of a layer goes to which process.
+"""Tensor parallelism of transformers with quantized layers: which part of a layer goes to which process.
 
-transformers cuts parameters by a plan of styles while it reads them, as DTensors, and wraps each layer's ``forward``. A
-quantized layer knows itself how its parameters are cut (``QuantLayer.splits``), so the styles that a plan has for it
-are replaced by ours: they say so to transformers, and wrap nothing. Once values are there, the parts become plain
-tensors (``cut_layers``), and the layer has a ``Shard``, which sums or gathers where it must. A float layer whose
-outputs are gathered, the head of most models, does so without DTensors too.
+transformers splits parameters by a plan of styles while it reads them, as DTensors, and wraps each layer's ``forward``.
+A quantized layer itself knows how its parameters are split (``QuantLayer.splits``), so the styles that a plan has for
+it are replaced by ours: they tell transformers how to split, and wrap nothing. Once values are loaded, the parts become
+plain tensors (``cut_layers``), and the layer has a ``Shard``, which sums or gathers where necessary. A float layer
+whose outputs are gathered, such as the head of most models, also avoids DTensors.
 
-A row-parallel layer quantizes its own part of a row. With scales that are found at run time, the output is therefore
-not that of one process bit for bit; it is as close to the float layer's.
+A row-parallel layer quantizes its own part of a row. If scales are found at run time, the output therefore isn't bit
+for bit that of a single process; it is equally close to the float layer's.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from qgemm.nn.parallel import Shard, Style
 from qgemm.nn.quant_layer import frozen
 
 WHOLE = "qgemm_whole"
-"""The name of the style of what every process holds whole."""
+"""The name of the style for what every process holds whole."""
 
 _OURS = "qgemm"
 _OURS_RE = re.compile(rf"{_OURS}_(column|row|expert)_(\d)_(.*)")
-"""The style of a shard, in how many parts it is cut, and transformers' style."""
-# How a quantized layer is cut where a plan has transformers' style for it.
+"""The style of a shard, the number of parts of which it consists, and transformers' style."""
+# How a quantized layer is split for each of transformers' styles in a plan.
 _LINEAR: dict[str, Style] = {
     "colwise": "column",
     "colwise_rep": "column",
@@ -53,19 +53,19 @@ _CLOSED = (*_GATHERED, "rowwise_rep", "rowwise_split_input")
 _ROUTER, _DISPATCH = "ep_router", "ep_dispatch_experts"
 _OF_EXPERTS = {"moe_tp_experts", "rowwise", "packed_rowwise", _DISPATCH}
 _SUMS_GRADIENTS = "replicated_with_grad_allreduce"
-# These leave parameters as they are.
+# These don't split parameters.
 _UNCUT = (WHOLE, _SUMS_GRADIENTS, "all_reduce", "mla_kv_a_proj", "sequence_parallel")
 _WAITS = "_qgemm_waits"
 NEEDS_FSDP = __version__.startswith("5.19.")
-"""Whether transformers splits models by expert with FSDP alone, which takes no quantized layers."""
+"""Whether transformers splits models by expert only with FSDP, which doesn't support quantized layers."""
 
 
 def is_cut(model: PreTrainedModel) -> bool:
-    """Whether ``from_pretrained`` was asked to cut ``model`` among processes, tensors or experts."""
+    """Whether ``from_pretrained`` was asked to split ``model`` among processes, by tensors or experts."""
     config = getattr(model.config, "distributed_config", None)
     if config is None:
         return False
-    # Until 5.18 there is a flag for experts, and from 5.19 on a size.
+    # Until 5.18 there is a flag for experts; from 5.19 on there is a size.
     return max(config.tp_size or 1, _expert_size(config)) > 1 or getattr(config, "enable_expert_parallel", False)
 
 
@@ -74,7 +74,7 @@ def _expert_size(config: Any) -> int:
 
 
 class _Plan(dict[str, str]):
-    """A plan that a ``distributed_config`` was given, in which styles are replaced; ``given`` stays as it is."""
+    """The plan given in a ``distributed_config``, with replaced styles; ``given`` is the unchanged original."""
 
     def __init__(self, given: dict[str, str]) -> None:
         super().__init__(given)
@@ -82,9 +82,9 @@ class _Plan(dict[str, str]):
 
 
 def go_by(model: PreTrainedModel, config: Any) -> None:
-    """Puts ``config``, the ``distributed_config`` that transformers goes by, in the place of the model's copy of it.
+    """Replaces the model's copy of the ``distributed_config`` by ``config``, the object that transformers uses.
 
-    So that the plans in it are those that ``plan_layers`` changes.
+    So its plans are the ones that ``plan_layers`` changes.
     """
     for name in ("tp_plan", "ep_plan"):
         plan = getattr(config, name, None)
@@ -94,7 +94,7 @@ def go_by(model: PreTrainedModel, config: Any) -> None:
 
 
 def process_group(model: PreTrainedModel) -> Any:
-    """The processes that ``model`` is cut among; None for a model that one process has whole."""
+    """The processes among which ``model`` is split; None if one process has the whole model."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None or (getattr(model, "_tp_size", None) or 1) <= 1:
         return None
@@ -102,76 +102,76 @@ def process_group(model: PreTrainedModel) -> Any:
 
 
 class _Whole(TensorParallelLayer):  # type: ignore[misc]
-    """The style of what each process has whole: its ``forward`` stays as well, or it wouldn't be fused."""
+    """The style for what each process has whole: its ``forward`` isn't wrapped, so that it can be fused."""
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        """Nothing."""
+        """Does nothing."""
         return module
 
 
 class _OfQuantized(TensorParallelLayer):  # type: ignore[misc]
-    """The style of quantized layers; of other modules that a plan's pattern names, transformers' own."""
+    """The style for quantized layers; for other modules that a plan's pattern matches, transformers' own."""
 
     def __init__(self, style: Style, original: TensorParallelLayer, parts: int) -> None:
         self.style, self.original, self.parts = style, original, parts
 
     def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
-        """Quantized layers have been looked at."""
+        """Does nothing for quantized layers, which are already checked."""
         if not _is_ours(module):
             self.original.validate_param(module, param, mesh, parameter_name=parameter_name)
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        """Puts a DTensor in the place of a parameter that is cut."""
+        """Replaces a parameter that is split by a DTensor."""
         if not _is_ours(module):
             self.original.shard_param(module, param, mesh)
         elif isinstance(module, QuantLayer):
             splits = module.splits(self.style, self.parts)
             if any(each.packs_anew(mesh.size()) for each in splits.values()):
-                return  # whole until it has values, and then cut_layers cuts it
+                return  # it stays whole until it has values; then cut_layers splits it
             if (split := splits.get(param)) is not None:
                 dim, parts, *_ = split
                 placement = OneSplit(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
                 whole: Any = module._parameters[param]
                 if not whole.is_meta:
-                    return  # with values, cut_layers cuts it
+                    return  # once it has values, cut_layers splits it
                 module._parameters[param] = frozen(distribute_tensor(whole, mesh, [placement], src_data_rank=None))
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        """Nothing: a shard knows what to do."""
+        """Does nothing: a shard handles communication itself."""
         return module if _is_ours(module) else self.original.install_forward(module, mesh)
 
 
 class _Around(TensorParallelLayer):  # type: ignore[misc]
-    """One of transformers' own styles, with another ``install_forward``."""
+    """One of transformers' own styles, with a different ``install_forward``."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
 
     def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
-        """As transformers."""
+        """As in transformers."""
         self.original.validate_param(module, param, mesh, parameter_name=parameter_name)
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        """As transformers."""
+        """As in transformers."""
         self.original.shard_param(module, param, mesh)
 
 
 class _Dispatched(_Around):
-    """``ep_dispatch_experts`` of transformers from 5.19 on, but quantized experts find their own tokens.
+    """``ep_dispatch_experts`` of transformers from 5.19 on; but quantized experts find their own tokens.
 
-    It has transformers' name, by which that knows whether there is expert parallelism.
+    It keeps transformers' name, by which transformers recognizes expert parallelism.
     """
 
     def install_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Nothing for quantized experts."""
+        """Does nothing for quantized experts."""
         return module if _is_ours(module) else self.original.install_forward(module, *args, **kwargs)
 
 
 class _Gathered(_Around):
-    """``colwise_gather_output`` of a float layer: no DTensor is made where no gradient is asked for."""
+    """``colwise_gather_output`` for a float layer: makes no DTensor unless a gradient is needed."""
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        """As transformers, around a shorter way."""
+        """As in transformers, with a shortcut around it."""
         wrapped: nn.Module = self.original.install_forward(module, mesh)
         if type(module) is not nn.Linear:
             return wrapped
@@ -189,10 +189,10 @@ class _Gathered(_Around):
 
 
 class _GradientsSummed(_Around):
-    """``replicated_with_grad_allreduce``, of norms of heads, which fused layers needn't call without gradients."""
+    """``replicated_with_grad_allreduce``, for norms of heads, which fused layers needn't call without gradients."""
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        """As transformers, of which 5.24 replaces ``forward`` with one that looks after gradients first."""
+        """As in transformers; 5.24 replaces ``forward`` with one that handles gradients first."""
         wrapped: nn.Module = self.original.install_forward(module, mesh)
         if (forward := vars(wrapped).get("forward")) is not None:
             mark_like_class(forward)
@@ -200,10 +200,10 @@ class _GradientsSummed(_Around):
 
 
 def plan_layers(model: PreTrainedModel, layers: Mapping[str, QuantLayer], waiting: bool = False) -> None:
-    """Puts our styles for quantized ``layers``, by name, into the plans of ``model``, before transformers goes by them.
+    """Puts our styles for quantized ``layers``, by name, into the plans of ``model``, before transformers uses these.
 
-    ``waiting``: whether float layers are there yet, to be read whole, quantized, and only then cut. Raises
-    ``ValueError`` for a layer that can't be cut in the style that a plan has for it.
+    ``waiting``: whether float layers are still in place, to be read whole, quantized, and only then split. Raises
+    ``ValueError`` for a layer that can't be split in the style that a plan has for it.
     """
     ALL_PARALLEL_STYLES.register(WHOLE, _Whole())  # type: ignore[arg-type]
     config = model.config.distributed_config
@@ -215,7 +215,7 @@ def plan_layers(model: PreTrainedModel, layers: Mapping[str, QuantLayer], waitin
     by_expert = _expert_plans(model)
     for plan in (*by_expert, model.tp_plan, given if isinstance(given, dict) else {}):
         for key, names in starred.items():
-            # A layer that there is a plan of experts for has no other.
+            # A layer with a plan for experts has no other plan.
             if plan in by_expert or not any(key in each for each in by_expert):
                 _plan(plan, key, {name: layers[name] for name in names}, size, model)
         for key, style in plan.items():
@@ -230,9 +230,9 @@ def plan_layers(model: PreTrainedModel, layers: Mapping[str, QuantLayer], waitin
 
 
 def _expert_plans(model: PreTrainedModel) -> list[dict[str, str]]:
-    """The plans of experts beside the plans of tensors, which transformers has from 5.19 on.
+    """The plans for experts, which transformers has in addition to those for tensors from 5.19 on.
 
-    Raises ``ValueError`` if processes are to have tokens of their own, and in 5.19 for whole experts.
+    Raises ``ValueError`` if processes would have tokens of their own, and in 5.19 for whole experts.
     """
     config: Any = model.config.distributed_config
     size = _expert_size(config)
@@ -256,14 +256,14 @@ def _expert_plans(model: PreTrainedModel) -> list[dict[str, str]]:
 
 
 def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size: int, model: PreTrainedModel) -> None:
-    """Replaces what ``plan`` has for ``layers``, all of which it calls ``key``."""
+    """Replaces the styles in ``plan`` for ``layers``, which all have the key ``key`` there."""
     entries = [entry for entry in plan if entry == key or entry.rpartition(".")[0] == key]
     styles = {plan[entry] for entry in entries}
     is_experts = any(isinstance(layer, QuantExperts) for layer in layers.values())
     known = _EXPERTS if is_experts else _LINEAR
     wanted = {known[style] for style in styles if style in known}
     rest = styles - {*known, *_UNCUT} - (_OF_EXPERTS if is_experts else set())
-    if styles <= {*_UNCUT} or any(_OURS_RE.match(each) for each in styles):  # of which there may be one plan, or two
+    if styles <= {*_UNCUT} or any(_OURS_RE.match(each) for each in styles):  # one plan, or two, may match
         return
     name, layer = next(iter(layers.items()))
     if rest or len(wanted) != 1:
@@ -283,8 +283,8 @@ def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size
             )
         for entry in [entry for entry in plan if plan[entry] == _ROUTER]:
             if entry.rpartition(".")[0] == key.rpartition(".")[0]:
-                plan[entry] = WHOLE  # the experts tell their own from others by the numbers that a router gives
-    if plan.get(key) == _DISPATCH:  # which stays, and says nothing of parameters
+                plan[entry] = WHOLE  # the experts recognize their own by the router's numbers
+    if plan.get(key) == _DISPATCH:  # it stays, and doesn't concern parameters
         entries = sorted({f"{key}.{leaf}" for one in layers.values() for leaf, _ in one.named_parameters()})
     else:
         entries = sorted({key, *entries})
@@ -295,7 +295,7 @@ def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size
 
 
 def _why_heads(model: PreTrainedModel, name: str, layer: QuantLayer, size: int) -> str:
-    """Why the outputs of a layer of attention can't be cut: processes have whole heads. Empty if they can."""
+    """Why the outputs of an attention layer can't be split: processes need whole heads. Empty if they can."""
     width = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
     if not isinstance(layer, LinearLayer) or not isinstance(width, int) or layer.out_features % width:
         return ""
@@ -304,9 +304,9 @@ def _why_heads(model: PreTrainedModel, name: str, layer: QuantLayer, size: int) 
 
 
 def cut_layers(model: PreTrainedModel) -> None:
-    """Makes the quantized layers of ``model``, whose plans ``plan_layers`` has made, shards with plain parameters.
+    """Turns the quantized layers of ``model``, planned by ``plan_layers``, into shards with plain parameters.
 
-    Those that transformers has cut already, as it read them, keep their parts; whole ones are cut.
+    Layers that transformers already split while reading keep their parts; whole ones are split.
     """
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
@@ -343,7 +343,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _starred(name: str) -> str:
-    """As transformers looks layers up: with a star for a number."""
+    """The name as in transformers' plans: with a star for each number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

@@ -1,4 +1,4 @@
-"""``Tokens``: how many tokens a ``KeyValueCache`` holds, and what attention and masks are told of it."""
+"""``Tokens``: the number of tokens in a ``KeyValueCache``, and the data that attention and masks need about them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class UnfitAttentionError(ValueError):
-    """A model attends to keys in its own way, which the attention "qgemm" to a ``KeyValueCache`` knows nothing of."""
+    """A model attends to keys in a way that the attention "qgemm" doesn't support for a ``KeyValueCache``."""
 
     def __init__(self, reason: str) -> None:
         """``reason``: what the model does."""
@@ -18,43 +18,43 @@ class UnfitAttentionError(ValueError):
 
 
 class Tokens:
-    """How many tokens a cache holds, on the device and on the host, and where each of its sequences begins."""
+    """The number of tokens in a cache, on the device and on the host, and where each of its sequences begins."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """None yet."""
+        """Starts without tokens."""
         self.capacity = capacity
-        with torch.inference_mode(mode=False):  # else it couldn't be written to outside of that
+        with torch.inference_mode(mode=False):  # otherwise it couldn't be written to outside of inference mode
             self.length = torch.zeros(1, dtype=torch.int32, device=device)
-        """On the device; those of a forward that has begun are in it."""
+        """On the device; includes the tokens of a forward that has begun."""
         self.used: int | None = 0
         """The same on the host; None after compiled code has changed it."""
         self.announced = 0
-        """How many tokens of a forward are counted already, that no layer has stored yet."""
+        """How many tokens of a forward are already counted, but not yet stored by any layer."""
         self.start: Tensor | None = None
         """int32 ``[B]``: the first token of each sequence, after its padding; None without padding."""
         self.masked = False
-        """Whether something else is masked than padding on the left: then masks say what is seen."""
+        """Whether anything but padding on the left is masked: if so, masks decide what is seen."""
         self.masks: dict[tuple[int, int], Tensor] = {}
-        """Of this forward, by how many queries there are, and the window."""
+        """The masks of this forward, by number of queries and window."""
         self.bound = capacity
-        """How long sequences are at most: attention shares out its work by it."""
+        """The maximum length of sequences, by which attention divides its work."""
         self.first_row = 0
-        """Which sequence of the cache is the first of a forward."""
+        """The index, in the cache, of the first sequence of a forward."""
         self.told_of_mask = True
-        """Whether the mask of this forward was made; else attention has to know without one."""
+        """Whether the mask of this forward was made; otherwise attention must not need one."""
         self.told_of_window = False
-        """Whether a mask of any forward had a window; else attention has none."""
+        """Whether a mask of any forward had a window; otherwise attention must have none."""
         self.unread = False
-        """Whether a layer has stored keys for attention that has to, which hasn't been given them yet."""
+        """Whether a layer has stored keys that attention must read but hasn't got yet."""
 
     def check_read(self) -> None:
-        """Raises ``UnfitAttentionError`` if the keys that were stored last didn't get to attention as they are."""
+        """Raises ``UnfitAttentionError`` if the keys stored last didn't reach attention unchanged."""
         if self.unread and not torch.compiler.is_compiling():
             self.unread = False
             raise UnfitAttentionError("the model changes keys between the cache and attention")
 
     def advance(self, count: int) -> None:
-        """Counts ``count`` tokens more. Raises ``ValueError`` if the cache has no room for them."""
+        """Counts ``count`` more tokens. Raises ``ValueError`` if the cache has no room for them."""
         if torch.compiler.is_compiling():
             self.used = None
         else:
@@ -69,12 +69,12 @@ class Tokens:
         self.length.add_(count)
 
     def announce(self, count: int) -> None:
-        """``advance`` before a forward of ``count`` tokens, instead of in it."""
+        """Counts ``count`` tokens before a forward, instead of during it."""
         self.advance(count)
         self.announced = count
 
     def begin(self, count: int) -> None:
-        """By the first layer of a forward: counts its tokens, if they weren't announced."""
+        """Called by the first layer of a forward: counts its tokens, unless they were announced."""
         if self.announced:
             if self.announced != count:
                 raise ValueError(f"advance() announced {self.announced} tokens, and {count} came")
@@ -83,22 +83,22 @@ class Tokens:
             self.advance(count)
 
     def seen(self) -> int | Tensor:
-        """How many tokens were there before the forward that is about to begin, or has."""
+        """The number of tokens before the forward that is about to begin, or has begun."""
         if torch.compiler.is_compiling() or self.used is None:
             return self.length - self.announced if self.announced else self.length
         return self.used - self.announced
 
     def rewind(self, used: int) -> None:
-        """Forgets all tokens but the first ``used``."""
+        """Forgets all tokens except the first ``used``."""
         self.length.fill_(used)
         self.used, self.announced, self.unread = used, 0, False
         if used == 0:
             self.start, self.masked = None, False
 
     def look_at(self, attention_mask: Tensor | None, count: int) -> bool:
-        """Whether the cache's own counts say all that a mask ``[B, tokens]`` does, for a forward of ``count`` tokens.
+        """Whether the cache's own counts say the same as a mask ``[B, tokens]``, for a forward of ``count`` tokens.
 
-        Waits for the device, but not in decoding: a generated token isn't masked.
+        Waits for the device, except in decoding, because a generated token isn't masked.
         """
         if attention_mask is None or (count == 1 and (self.used is None or self.seen() != 0)):
             return not self.masked
@@ -112,18 +112,18 @@ class Tokens:
 
 
 class Seen(int):
-    """How many tokens a cache has seen, -1 if the host doesn't know; a mask function finds the cache by this."""
+    """The number of tokens that a cache has seen, -1 if the host doesn't know it; by it, masks find the cache."""
 
     tokens: Tokens
 
 
 @dataclass
 class CacheMetadata:
-    """What attention must know of keys and values that it is given, beside themselves."""
+    """What attention must know about the keys and values that it gets."""
 
     tokens: Tokens
     window: int
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     fresh: tuple[Tensor, Tensor] | None = None
-    """Keys and values of this forward before rounding, where the cache holds nothing else."""
+    """Keys and values of this forward before rounding, if the cache contains no others."""

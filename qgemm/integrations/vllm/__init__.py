@@ -1,8 +1,8 @@
-"""qgemm inside of vLLM: its folders are served, and its kernels run vLLM's own int8 checkpoints.
+"""qgemm inside vLLM: serves qgemm's folders, and runs vLLM's own int8 checkpoints with qgemm's kernels.
 
-vLLM calls ``register`` by the entry point ``qgemm`` of the group ``vllm.general_plugins``, in each of its processes.
-Nothing changes for a model that qgemm has nothing to do with: ``get_all_weights`` of its loader is extended where a
-model of the method "qgemm" is asked for.
+vLLM calls ``register`` through the entry point ``qgemm`` of the group ``vllm.general_plugins``, in each of its
+processes. For a model that doesn't use qgemm nothing changes: its loader's ``get_all_weights`` is only extended when a
+model of the method "qgemm" is requested.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from qgemm.warn import warn_user
 
 
 def register() -> None:
-    """Has vLLM know the method ``"qgemm"``, with which ``config.json`` of a quantized folder names it.
+    """Registers the method ``"qgemm"``, which the ``config.json`` of a quantized folder names, with vLLM.
 
-    In a version of vLLM that isn't supported, asking for the method raises ``ValueError``, which says so. Raises
-    nothing itself, with which vLLM would start for no model: what it can't import it warns of.
+    In an unsupported version of vLLM, a request for the method raises a ``ValueError`` that says so. This function
+    itself raises nothing, because vLLM then couldn't start with any model; it warns if an import fails.
     """
     version = installed_version()
     try:
@@ -25,7 +25,7 @@ def register() -> None:
             importlib.import_module("qgemm.integrations.vllm.config")
         else:
             importlib.import_module("qgemm.integrations.vllm.refused")
-    except Exception as error:  # other people's modules raise anything
+    except Exception as error:  # third-party modules may raise anything
         warn_user(
             f"vLLM {version} isn't built as this qgemm expects ({error}), so it serves no model of qgemm's: update "
             "qgemm, or install a vLLM of docs/vllm.md; other models are served as ever"

@@ -1,4 +1,4 @@
-"""``extend_compiler``: has vLLM's compiler put qgemm's fused kernels into the graphs of a model (``fusion.fuse``)."""
+"""``extend_compiler``: makes vLLM's compiler put qgemm's fused kernels into a model's graphs (``fusion.fuse``)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from qgemm.integrations.vllm import fusion
 from qgemm.warn import warn_user
 
 _PASS = "post_grad_custom_post_pass"
-"""vLLM calls what is there after its own passes, and before its operators become kernels."""
+"""The pass that vLLM calls after its own passes, before its operators become kernels."""
 
 
 class FusionPass(InductorPass):
-    """``fuse`` as vLLM's compiler calls it."""
+    """``fuse`` as a pass of vLLM's compiler."""
 
     def __call__(self, graph: Any) -> None:
-        """Changes ``graph``. Warns where that fails: what has been fused by then, and the rest as it was, is right."""
+        """Changes ``graph``. If that fails, it warns; whatever is fused by then is correct, like the unchanged rest."""
         try:
             fusion.fuse(graph)
-        except Exception as error:  # graphs are vLLM's and PyTorch's own, and change with their versions
+        except Exception as error:  # graphs belong to vLLM and PyTorch, and change between versions
             warn_user(f"a model is compiled with fewer fused kernels than it could have ({error})")
 
     def uuid(self) -> str:
-        """By which compiled graphs are kept: another one for other sources."""
+        """The key for caching compiled graphs; it changes with the sources."""
         return str(self.hash_source(inspect.getsource(fusion)))
 
 
 def extend_compiler() -> None:
-    """Has the model that vLLM makes now be compiled with fused kernels, but where the user has a pass of their own."""
+    """Makes vLLM compile the current model with fused kernels, unless the user has a pass of their own."""
     passes = get_current_vllm_config().compilation_config.inductor_compile_config
     passes.setdefault(_PASS, FusionPass())

@@ -1,8 +1,8 @@
 """``--quantization qgemm`` for a checkpoint of compressed-tensors: vLLM's own layers, with qgemm's int8 products.
 
-vLLM reads the checkpoint as ever; of its int8 kernels, the one here comes first while layers of that model are made,
-and isn't there for other models of the process. All that isn't a linear layer in int8 by int8 stays what it was,
-experts too.
+vLLM reads the checkpoint as usual. While layers of that model are made, the kernel here comes first among vLLM's int8
+kernels; for other models of the process it isn't there. Everything but int8-by-int8 linear layers, including experts,
+stays as it was.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from qgemm.ops import quant_linear
 
 
 class QGemmInt8Kernel(Int8ScaledMMLinearKernel):  # type: ignore[misc]
-    """Products of ``CompressedTensorsW8A8Int8``: activations per token, or static with a zero point or without."""
+    """Products of ``CompressedTensorsW8A8Int8``: activations per token, or static with or without a zero point."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Everywhere but on old GPUs."""
+        """True except on old GPUs."""
         is_old = current_platform.is_cuda() and compute_capability is not None and compute_capability < 80
         return not is_old, "qgemm needs a compute capability of 8.0" if is_old else None
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        """All but zero points that are found for each token."""
+        """True except for zero points that are computed for each token."""
         has_them = not (config.input_symmetric or config.is_static_input_scheme)
         return not has_them, "qgemm has no zero points of single tokens" if has_them else None
 
     def _held(self, layer: Any) -> list[Any]:
-        """The weight, its scale, the scale and the zero point of the input; None for what there isn't."""
+        """The weight, its scale, and the input's scale and zero point; None for those that don't exist."""
         return [getattr(layer, name, None) for name in self.layer_param_names[:4]]
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Scales become float32, one for each row; static scales of parts become one of all."""
+        """Converts scales to float32, one for each row; static scales of merged parts become a single one."""
         weight, scale, input_scale, zero_point = self._held(layer)
         names = self.layer_param_names
         rows = scale.data.float().flatten()
@@ -75,7 +75,7 @@ class QGemmInt8Kernel(Int8ScaledMMLinearKernel):  # type: ignore[misc]
 
 
 def _one_range(scales: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and the zero point whose range holds those of all ``scales`` and ``points``."""
+    """The scale and the zero point whose range contains the ranges of all ``scales`` and ``points``."""
     wide = points.to(torch.int32)
     highest, lowest = (scales * (127 - wide)).max(), (scales * (-128 - wide)).min()
     scale = (highest - lowest) / 255
@@ -83,10 +83,10 @@ def _one_range(scales: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class QGemmCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[misc]
-    """vLLM's config of a checkpoint, whose int8 layers get ``QGemmInt8Kernel``."""
+    """vLLM's config of a checkpoint, with ``QGemmInt8Kernel`` for its int8 layers."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """As vLLM's, of which the kernel is chosen when weights are made."""
+        """As vLLM's; the kernel is chosen when weights are made."""
         extend_compiler()
         method = super().get_quant_method(layer, prefix)
         scheme = getattr(layer, "scheme", None)
@@ -96,7 +96,7 @@ class QGemmCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[mis
 
 
 def _with_our_kernel_first(create_weights: Callable[..., None]) -> Callable[..., None]:
-    """``create_weights``, during which ``QGemmInt8Kernel`` is the first of vLLM's: it isn't there for other models."""
+    """Wraps ``create_weights``: while it runs, ``QGemmInt8Kernel`` comes first; other models don't see it."""
 
     @functools.wraps(create_weights)
     def create(*arguments: Any, **options: Any) -> None:

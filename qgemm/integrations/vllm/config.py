@@ -1,4 +1,4 @@
-"""``ServedConfig``: what vLLM asks of a quantization: which layers are quantized, and how each computes."""
+"""``ServedConfig``: vLLM's interface to a quantization: which layers are quantized, and how each one computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ServedConfig(MethodConfig):
     """``layers``: the scheme of each quantized layer, by the name that vLLM has for it before merging."""
 
     def __init__(self, layers: dict[str, QuantScheme] | None = None) -> None:
-        """Raises ``ValueError`` without ``layers``: vLLM asks for that where ``config.json`` has no quantization."""
+        """Raises ``ValueError`` without ``layers``: vLLM calls it so if ``config.json`` has no quantization."""
         super().__init__()
         if layers is None:
             raise ValueError(
@@ -39,7 +39,7 @@ class ServedConfig(MethodConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
-        """The config for ``quantization_config`` of ``config.json``; raises ``CheckpointError`` if that isn't one."""
+        """The config for ``quantization_config`` in ``config.json``; raises ``CheckpointError`` if that is invalid."""
         if config.get("quant_method") == COMPRESSED_TENSORS:
             from qgemm.integrations.vllm.compressed_tensors import QGemmCompressedTensorsConfig
 
@@ -50,7 +50,7 @@ class ServedConfig(MethodConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """This one for a checkpoint of compressed-tensors, if the user asks for it."""
+        """Selects this method for a checkpoint of compressed-tensors, if the user asks for it."""
         is_theirs = isinstance(hf_quant_cfg, dict) and hf_quant_cfg.get("quant_method") == COMPRESSED_TENSORS
         return QUANT_METHOD if is_theirs and user_quant == QUANT_METHOD else None
 
@@ -60,9 +60,9 @@ class ServedConfig(MethodConfig):
         self.names_in_files = hf_to_vllm_mapper.apply_dict(self.names_in_files)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """How the layer called ``prefix`` computes; None for what stays as it is, such as embeddings and caches.
+        """How the layer ``prefix`` computes; None for unquantized layers, such as embeddings and caches.
 
-        Raises ``ValueError`` for a merged layer whose parts differ in their schemes, and for what isn't linear.
+        Raises ``ValueError`` for a merged layer whose parts have different schemes, and for a layer that isn't linear.
         """
         extend_loader()
         extend_compiler()

@@ -1,8 +1,9 @@
-"""``QGemmExpertsMethod``: how fused experts of vLLM compute with qgemm's operators for experts.
+"""``QGemmExpertsMethod``: computes vLLM's fused experts with qgemm's operators for experts.
 
-vLLM routes, adds shared experts and the ranks' parts; here lies what each expert does to its tokens. Parameters are
-those of ``QuantExperts`` under vLLM's names, ``w13`` for gates above ups and ``w2`` for down, and cut as it cuts them.
-They don't come through the model's ``load_weights``, of which each knows another layout of experts, but by ``load``.
+vLLM does the routing, and adds shared experts and the ranks' parts; here is only what each expert does to its tokens.
+Parameters are those of ``QuantExperts`` under vLLM's names, ``w13`` for gates above ups and ``w2`` for down, split as
+vLLM splits them. They don't come through the model's ``load_weights``, because each model's expects a different layout
+of experts, but through ``load``.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def are_experts(layer: nn.Module) -> bool:
 
 
 def _are_adapted() -> bool:
-    """Whether vLLM is to have adapters of experts: it has, if it isn't told which layers have."""
+    """Whether vLLM will have adapters for experts: it will, unless it is told which layers have some."""
     names = getattr(get_current_vllm_config().lora_config, "target_modules", None)
     return names is None or "experts" in names
 
 
 class QGemmExpertsMethod(FusedMoEMethodBase):
-    """``scheme``: of the experts. ``name``: of the layer, for errors; ``name_in_files``: what the files call it."""
+    """``scheme``: of the experts. ``name``: of the layer, for errors; ``name_in_files``: its name in the files."""
 
     def __init__(self, scheme: QuantScheme, name: str, layer: Any, name_in_files: str) -> None:
         """Raises ``ValueError`` for experts that qgemm doesn't compute in vLLM."""
@@ -75,7 +76,7 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Adds the parameters of the experts, or of the parts of them, that are here."""
+        """Adds the parameters of the experts, or parts of experts, that this rank has."""
         inner, parallel = intermediate_size_per_partition, layer.moe_config.moe_parallel_config
         size, has_bias = parallel.tp_size, getattr(layer.moe_config, "has_bias", False)
         options: dict[str, Any] = {"activation": self.activation, "bias": has_bias, "scheme": self.scheme}
@@ -88,7 +89,7 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
             raise self._refusal(problem)
         self.shard = Shard("column", None, parallel.tp_rank, size)
         self.splits = whole.splits("column") if size > 1 else {}
-        self.names: dict[str, str] = {}  # what vLLM calls each parameter
+        self.names: dict[str, str] = {}  # vLLM's name of each parameter
         experts = QuantExperts(num_experts, hidden_size, inner, dtype=params_dtype, **options)
         for name, parameter in experts.named_parameters():
             weight, leaf = split_leaf(name)
@@ -100,7 +101,7 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
             layer.register_parameter(self.names[name], parameter)
 
     def load(self, layer: Any, name: str, value: Tensor) -> None:
-        """Gives ``layer`` what belongs to it of ``value``, the parameter ``name`` of all experts in the files.
+        """Loads this rank's part of ``value``, the parameter ``name`` of all experts in the files, into ``layer``.
 
         Raises ``ValueError`` if it doesn't fit.
         """
@@ -112,7 +113,7 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         if (split := self.splits.get(name)) is not None:
             value = self.shard.part_of(value, split)
         elif name == "down_proj_bias" and self.shard.rank:
-            value = torch.zeros_like(value)  # it is added once
+            value = torch.zeros_like(value)  # it is only added once
         parameter = getattr(layer, self.names[name])
         if value.shape != parameter.shape:
             raise ValueError(
@@ -122,7 +123,7 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         parameter.data.copy_(value)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Checks that everything has been loaded."""
+        """Checks that everything was loaded."""
         for name, theirs in self.names.items():
             value = getattr(layer, theirs).data
             if is_missing(value, name in self.scale_names):
@@ -130,7 +131,7 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
             setattr(layer, theirs, frozen(value))
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: no kernel of vLLM's is used."""
+        """Returns None: no kernel of vLLM's is used."""
 
     def apply(
         self,
@@ -141,10 +142,10 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum of each token's experts that are here, ``[T, H]`` in the dtype of ``x``."""
+        """The weighted sum over those of each token's experts that this rank has, ``[T, H]`` in the dtype of ``x``."""
         index = topk_ids.to(torch.int64)
         if layer.expert_map is not None:
-            index = layer.expert_map.to(torch.int64)[index]  # -1 for those of other ranks, which contribute nothing
+            index = layer.expert_map.to(torch.int64)[index]  # -1 for other ranks' experts, which contribute nothing
 
         def stored(name: str) -> Tensor | None:
             theirs = self.names.get(name)

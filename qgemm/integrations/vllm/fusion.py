@@ -1,12 +1,12 @@
-"""Fused kernels in the graphs that vLLM compiles: what lies ahead of a product quantizes its output.
+"""Fused kernels in the graphs that vLLM compiles: the operation before a product quantizes its own output.
 
-``fuse`` finds norms, with the sum of a residual and the norm of a branch before them, and gated activations, all of
-whose readers are products of quantized rows (``torch.ops.qgemm.quant_linear``). It puts ``norm_quantize``,
-``add_norm_quantize`` or ``activation_quantize`` and ``multiply`` in their place, as ``qgemm.fuse`` does in models of
-transformers. Everything else stays as it is, such as a norm that a router or an adapter reads too.
+``fuse`` finds norms, including a preceding residual sum and a preceding norm of the branch, and gated activations, if
+all of their readers are products of quantized rows (``torch.ops.qgemm.quant_linear``). It replaces them by
+``norm_quantize``, ``add_norm_quantize`` or ``activation_quantize`` and ``multiply``, as ``qgemm.fuse`` does in
+transformers models. Everything else stays as it is, such as a norm that a router or an adapter also reads.
 
-Norms are vLLM's operators ``vllm_ir``, which it makes kernels of after its passes; activations are what PyTorch
-decomposes them to. A sum is rounded before its norm, as transformers rounds it; vLLM's own kernels don't.
+Norms are vLLM's operators ``vllm_ir``, which vLLM turns into kernels after its passes; activations are what PyTorch
+decomposes them to. A sum is rounded before its norm, as in transformers; vLLM's own kernels don't round it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from qgemm.kernels.activations import ACTIVATIONS
 
 NORMS = {"vllm_ir.rms_norm.default": False, "vllm_ir.fused_add_rms_norm.default": True}
-"""By the name of vLLM's operator, whether a residual is added first."""
+"""For each of vLLM's operators, by name: whether a residual is added first."""
 GATED = ("silu", "gelu", "gelu_tanh")
-"""Activations of gates that vLLM's models have."""
+"""The gates' activations in vLLM's models."""
 
 
 def fuse(graph: fx.Graph) -> int:
-    """Replaces what can be fused; returns the number of norms and activations that were."""
+    """Replaces what can be fused; returns the number of norms and activations replaced."""
     return sum(_fuse_norm(graph, node) or _fuse_activation(graph, node) for node in list(graph.nodes))
 
 
@@ -46,7 +46,7 @@ class _Norm(NamedTuple):
 
     @classmethod
     def of(cls, node: fx.Node) -> _Norm | None:
-        """What ``node`` computes; None if it isn't a norm, or one that qgemm's kernels don't compute."""
+        """The norm that ``node`` computes; None if it isn't a norm, or one that qgemm's kernels don't compute."""
         adds = NORMS.get(str(node.target))
         if adds is None:
             return None
@@ -90,7 +90,7 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _branch(norm: _Norm) -> tuple[fx.Node, fx.Node | None]:
-    """What is added to the residual, and the weight of a norm of it alone where there is one, as Gemma 2 has it."""
+    """What is added to the residual, and the weight of a norm of that alone, if there is one, as in Gemma 2."""
     own = _Norm.of(norm.x)
     if own is None or own.residual is not None or len(norm.x.users) > 1 or (own.kind, own.eps) != (norm.kind, norm.eps):
         return norm.x, None
@@ -98,7 +98,7 @@ def _branch(norm: _Norm) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _of_gemma(weight: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, str] | None:
-    """What lies in ``dtype`` behind ``1 + weight.float()``, and the kind of such a norm."""
+    """The source, in ``dtype``, of ``1 + weight.float()``, and the kind of such a norm."""
     is_sum = weight.target is torch.ops.aten.add.Tensor and weight.args[1] == 1
     if not is_sum or _value(weight).dtype != torch.float32:
         return None
@@ -109,7 +109,7 @@ def _of_gemma(weight: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, str] | None
 
 
 def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
-    """Of one that ends with ``node``, the product of an activated gate with what comes up beside it."""
+    """Fuses an activation that ends with ``node``, the product of an activated gate with the parallel up branch."""
     if node.target is not torch.ops.aten.mul.Tensor or not (products := _products_of(node)):
         return False
     value = _value(node)
@@ -129,7 +129,7 @@ def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
 
 @functools.cache
 def _pattern(name: str, ndim: int, columns: int, dtype: torch.dtype) -> Any:
-    """What a gated activation with so many ``columns`` becomes in a graph of PyTorch's compiler."""
+    """The pattern of a gated activation with so many ``columns`` in a graph of PyTorch's compiler."""
 
     def activate(x: Tensor) -> Tensor:
         return ACTIVATIONS[name](x[..., :columns]) * x[..., columns:]
@@ -140,7 +140,7 @@ def _pattern(name: str, ndim: int, columns: int, dtype: torch.dtype) -> Any:
 
 
 def _products_of(node: fx.Node) -> list[fx.Node]:
-    """All that reads ``node``, if these are products of quantized rows that quantize it alike; else none."""
+    """All readers of ``node``, if they are products of quantized rows that quantize it in the same way; else none."""
     products = list(node.users)
     for each in products:
         if each.target is not torch.ops.qgemm.quant_linear.default:
@@ -148,26 +148,26 @@ def _products_of(node: fx.Node) -> list[fx.Node]:
         _, *others = _arguments(each)
         if node in others or others[4] is not None or _how(each) != _how(products[0]):
             return []
-        if others[3] is not None and others[3].op != "placeholder":  # which isn't known yet where node is
+        if others[3] is not None and others[3].op != "placeholder":  # it is computed after node
             return []
     return products
 
 
 def _arguments(node: fx.Node) -> list[Any]:
-    """All of an operator, in their order, with those that were left out."""
+    """All arguments of an operator, in order, including defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
     return [given.get(argument.name, argument.default_value) for argument in schema]
 
 
 def _how(product: fx.Node) -> tuple[Any, torch.dtype]:
-    """By which scale the input of a product is quantized, and to which dtype."""
+    """The scale with which a product's input is quantized, and the dtype."""
     _, weight, _, _, input_scale, _ = _arguments(product)
     return input_scale, _value(weight).dtype
 
 
 def _multiply(graph: fx.Graph, products: list[fx.Node], rows: list[fx.Node]) -> None:
-    """Has ``products`` read quantized ``rows``."""
+    """Makes ``products`` read quantized ``rows``."""
     for product in products:
         _, weight, weight_scale, bias, *_ = _arguments(product)
         about = (weight, weight_scale, bias, None, _value(product).dtype)
@@ -178,13 +178,13 @@ def _multiply(graph: fx.Graph, products: list[fx.Node], rows: list[fx.Node]) -> 
 
 
 def _call(graph: fx.Graph, target: Callable[..., Any], *arguments: Any) -> fx.Node:
-    """A new node, with what PyTorch's compiler knows of its value."""
-    value = target(*fx.map_arg(arguments, _value))  # which may raise: then nothing has been added
+    """Adds a node, with the metadata that PyTorch's compiler needs about its value."""
+    value = target(*fx.map_arg(arguments, _value))  # may raise, before anything is added
     node = graph.call_function(target, arguments)
     node.meta["val"] = value
     return node
 
 
 def _value(node: fx.Node) -> Any:
-    """The fake tensor that stands for it."""
+    """The node's fake tensor."""
     return node.meta["val"]

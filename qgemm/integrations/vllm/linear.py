@@ -1,7 +1,7 @@
-"""``QGemmLinearMethod``: how a linear layer of vLLM computes in a scheme of qgemm.
+"""``QGemmLinearMethod``: computes a linear layer of vLLM in a scheme of qgemm.
 
-A layer has the parameters of qgemm's own (``qgemm.nn``), under the same names, so that files fit; the product is one
-functional operator, which ``torch.compile`` and CUDA graphs take as it is.
+A layer has the parameters of qgemm's own layer (``qgemm.nn``), with the same names, so that files fit; the product is
+one functional operator, which ``torch.compile`` and CUDA graphs handle without changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class QGemmLinearMethod(LinearMethodBase):
     """``scheme``: of the layer, or of all parts of a merged one. ``name``: of the layer, for errors."""
 
     def __init__(self, scheme: QuantScheme, name: str) -> None:
-        """The method of one layer: vLLM asks for one for each."""
+        """The method of one layer: vLLM requests one for each."""
         self.scheme = scheme
         self.name = name
 
@@ -38,14 +38,14 @@ class QGemmLinearMethod(LinearMethodBase):
         weight_loader: Callable[..., Any],
         **others: Any,
     ) -> None:
-        """Adds the layer's parameters; raises ``ValueError`` for a cut that the scheme doesn't allow."""
+        """Adds the layer's parameters; raises ``ValueError`` for a split that the scheme doesn't allow."""
         self.sizes = Sizes(self.name, self.scheme, input_size_per_partition, input_size, tuple(output_partition_sizes))
         self.sizes.check()
         layer.logical_widths = output_partition_sizes
         add_parameters(layer, self.sizes, params_dtype, weight_loader)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Checks that everything has been loaded, and chooses the product."""
+        """Checks that everything was loaded, and chooses the product."""
         parts = finish_parameters(layer, self.sizes)
         self.product = product_of(self.scheme, self.sizes, parts)
 

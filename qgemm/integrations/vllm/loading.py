@@ -1,7 +1,7 @@
-"""``extend_loader``: has vLLM read qgemm's folders under the names that it knows (``names.for_vllm``).
+"""``extend_loader``: makes vLLM read qgemm's folders under the names that it knows (``names.for_vllm``).
 
-Since not every version has a hook for names, the loader's generator of tensors is wrapped; models of other methods get
-what they always got. Fused experts take their parameters out of it, before the model sees them.
+Not every version has a hook for names, so the loader's generator of tensors is wrapped; for models of other methods it
+yields what it always did. Fused experts take their parameters from it before the model sees them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _METHODS = (QGemmLinearMethod, QGemmExpertsMethod)
 
 
 def extend_loader() -> None:
-    """Has vLLM's loader give tensors of qgemm's folders as ``for_vllm`` does; once, however often it is called."""
+    """Makes vLLM's loader yield tensors of qgemm's folders as ``for_vllm`` does; has no effect when called again."""
     own = DefaultModelLoader.get_all_weights
     if getattr(own, "_knows_qgemm", False):
         return
@@ -42,7 +42,7 @@ def extend_loader() -> None:
 
 
 def experts_of(model: nn.Module) -> dict[str, Callable[[str, Tensor], None]]:
-    """What takes the parameters of the fused experts of ``model``, by the names that these have in the files."""
+    """The functions that load parameters of the fused experts of ``model``, by the parameters' names in the files."""
     found: dict[str, Callable[[str, Tensor], None]] = {}
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -52,7 +52,7 @@ def experts_of(model: nn.Module) -> dict[str, Callable[[str, Tensor], None]]:
 
 
 def refuse_float(model: nn.Module, manifest: Manifest) -> None:
-    """Raises ``ValueError`` for a quantized layer that ``model`` never asks a method for, as GPT-OSS's output head."""
+    """Raises ``ValueError`` for a quantized layer that ``model`` requests no method for, such as GPT-OSS's head."""
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if name in manifest.layers and method is not None and not isinstance(method, _METHODS):

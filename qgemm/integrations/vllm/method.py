@@ -1,4 +1,4 @@
-"""``MethodConfig``: what vLLM asks of the method "qgemm" before it knows a model."""
+"""``MethodConfig``: what vLLM asks about the method "qgemm" before it knows a model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from qgemm.checkpoint.manifest import QUANT_METHOD
 
 
 class MethodConfig(QuantizationConfig):
-    """Its name and what it runs on."""
+    """The method's name and requirements."""
 
     def get_name(self) -> str:
-        """As in ``config.json``."""
+        """The name in ``config.json``."""
         return QUANT_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """What qgemm's layers take."""
+        """The dtypes that qgemm's layers accept."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
@@ -26,5 +26,5 @@ class MethodConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None beside ``config.json``."""
+        """None besides ``config.json``."""
         return []

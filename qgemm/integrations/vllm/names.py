@@ -1,14 +1,14 @@
-"""The names of layers and tensors: what a folder of qgemm calls them, and what vLLM is to have.
+"""Maps the names of layers and tensors in a folder of qgemm to those that vLLM expects.
 
-vLLM merges layers (``q_proj``, ``k_proj`` and ``v_proj`` to ``qkv_proj``); its ``packed_modules_mapping`` says of which
-parts. Files go to it but for these:
+vLLM merges layers (``q_proj``, ``k_proj`` and ``v_proj`` to ``qkv_proj``); its ``packed_modules_mapping`` lists their
+parts. Tensors are passed to it unchanged, with these exceptions:
 
-- Rotary frequencies and the like, which models make for themselves: qgemm stores them, vLLM doesn't know them.
-- Biases into which a zero point is folded: vLLM drops biases of layers that have none, and keeps others in the model's
-  dtype. They get a parameter of their own.
-- Fused experts, whose layout and biases each model of vLLM reads in a way of its own: layers take them as they are.
-- Mixtures that transformers has renamed to ``mlp``, as Mixtral's: vLLM has the old name.
-- Weights of GPT-2, which vLLM transposes: it takes them for those of a ``Conv1D``, and qgemm stores ``[N, K]``.
+- Rotary frequencies and the like, which models compute themselves: qgemm stores them, vLLM doesn't know them.
+- Biases into which a zero point is folded: vLLM drops the bias of a layer that has none, and keeps others in the
+  model's dtype. They get a parameter of their own.
+- Fused experts, whose layout and biases every model in vLLM reads in a different way: layers load them directly.
+- Mixtures that transformers has renamed to ``mlp``, such as Mixtral's: vLLM uses the old name.
+- Weights of GPT-2, which vLLM transposes, because it takes them for a ``Conv1D``'s; qgemm stores ``[N, K]``.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.scheme import QuantScheme
 
 OLD_MIXTURE = ".block_sparse_moe."
-"""What ``.mlp.`` was called in some models, and is in vLLM, with experts of ``w1``, ``w3`` and ``w2``."""
+"""The former name of ``.mlp.`` in some models, which vLLM still uses, with experts named ``w1``, ``w3`` and ``w2``."""
 
 FOLDED_BIAS = "folded_bias"
 """The parameter for a bias that depends on the weight."""
 
 STEP = "weight_step"
-"""The parameter for what was found out of scales that are multiples of a step."""
+"""The parameter for the steps of scales that are multiples of a step."""
 
-# Buffers that transformers' models have and ``state_dict`` leaves out.
+# Buffers of transformers' models that ``state_dict`` leaves out.
 _MADE_BY_MODELS = re.compile(r"(^|\.)(rotary_\w*\.\w+|(original_)?inv_freq|embed_scale)$")
 
-# Of GPT-2.
+# Layers of GPT-2.
 _CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)$")
 
 
 def manifest_of(hf_config: Any) -> Manifest | None:
-    """What a model's config says of a folder in qgemm's own format; None for others."""
+    """The manifest in the config of a model in qgemm's own format; None for others."""
     for holder in (hf_config, getattr(hf_config, "text_config", None)):
         found = getattr(holder, "quantization_config", None)
         if isinstance(found, dict) and found.get("quant_method") == QUANT_METHOD:
@@ -49,12 +49,12 @@ def manifest_of(hf_config: Any) -> Manifest | None:
 
 
 def key_of(name: str, layers: Mapping[str, Any]) -> str:
-    """What ``layers`` call a layer that vLLM calls ``name``, and has not merged."""
+    """The key in ``layers`` of an unmerged layer that vLLM calls ``name``."""
     return name if name in layers else name.replace(OLD_MIXTURE, ".mlp.")
 
 
 def scheme_of(name: str, layers: Mapping[str, QuantScheme], merged: Mapping[str, Sequence[str]]) -> QuantScheme | None:
-    """The scheme of a layer of vLLM, which may be ``merged`` of several; None if it is in float.
+    """The scheme of a layer of vLLM, which may be ``merged`` from several; None if it is in float.
 
     Raises ``ValueError`` if its parts differ.
     """
@@ -80,11 +80,11 @@ def for_vllm(
     old_mixture: bool = False,
     transposes: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder under the names that vLLM is to have.
+    """Yields the tensors of a folder under the names that vLLM expects.
 
-    ``experts``: what takes the parameters of fused experts, by the names that these have in the files; those of others
-    are another rank's. ``old_mixture``: whether mixtures have their old names in its model. ``transposes``: whether its
-    model transposes the weights of a ``Conv1D``.
+    ``experts``: the functions that load parameters of fused experts, by their names in the files; parameters of other
+    experts belong to another rank. ``old_mixture``: whether mixtures have their old names in vLLM's model.
+    ``transposes``: whether vLLM's model transposes the weights of a ``Conv1D``.
     """
     folded = {layer for layer, scheme in manifest.layers.items() if scheme.has_zero_point}
     for name, tensor in tensors:

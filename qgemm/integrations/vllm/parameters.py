@@ -1,8 +1,8 @@
-"""The parameters of a quantized layer in vLLM: qgemm's own, as classes of vLLM that know how they are merged and cut.
+"""The parameters of a quantized layer in vLLM: qgemm's own, as vLLM classes that know how they are merged and split.
 
-- Rows (``weight``, its scales) are merged along N, and cut along N or, in row-parallel layers, along K.
-- What says something of the input (static scales, columns kept in float) is there once for each part of a merged layer.
-  If all parts agree, it is one in the end; if not, each part is a product of its own.
+- Rows (``weight``, its scales) are merged along N, and split along N or, in row-parallel layers, along K.
+- Parameters that describe the input (static scales, columns kept in float) exist once for each part of a merged layer.
+  If all parts agree, they become a single one in the end; if not, each part is a separate product.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NO_SCALE = {torch.uint8: 255, torch.float8_e4m3fn: 127}
 
 
 def add_parameters(layer: Any, sizes: Sizes, dtype: torch.dtype, load: Callable[..., Any]) -> None:
-    """Gives ``layer`` the parameters of its scheme, for ``load`` to fill. ``dtype``: of what stays in float."""
+    """Adds the parameters of its scheme to ``layer``, to be filled by ``load``. ``dtype``: of what stays in float."""
     linear = sizes.linear()
     if sizes.scheme.weight.block is not None:
-        layer.weight_block_size = [BLOCK, BLOCK]  # vLLM cuts scales of blocks by it
+        layer.weight_block_size = [BLOCK, BLOCK]  # vLLM splits scales of blocks by it
     shared = _shared_names(linear)
     for name, like in linear._parameters.items():
         if like is None:
@@ -56,7 +56,7 @@ def add_parameters(layer: Any, sizes: Sizes, dtype: torch.dtype, load: Callable[
 
 
 def _shared_names(linear: LinearLayer) -> set[str]:
-    """The parameters that don't have a row for each row of the weight."""
+    """The parameters without a row for each row of the weight."""
     return {n for n, like in linear._parameters.items() if like is not None and n not in (*linear.row_names, "bias")}
 
 
@@ -79,7 +79,7 @@ def _along_both(kind: Any, options: dict[str, Any]) -> Any:
 
 
 def _unknown(name: str, data: Tensor, linear: LinearLayer) -> Tensor:
-    """Values that show that nothing was loaded, where there are such; and none that would lead out of a tensor."""
+    """Values that show that nothing was loaded, if there are such; no value may index beyond a tensor."""
     if data.dtype in _FLOATS:
         return data.fill_(torch.nan)
     if name in linear.scale_names:
@@ -90,9 +90,9 @@ def _unknown(name: str, data: Tensor, linear: LinearLayer) -> Tensor:
 
 
 def _exactly(load: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``load``, but for values whose dtype isn't the parameter's: floats have that of the files, all else raises.
+    """Wraps ``load`` for exact dtypes: float parameters get the dtype in the files, any other difference raises.
 
-    Copying would round a float16 scale to bfloat16, and floats to int8, without a word.
+    Copying would silently round a float16 scale to bfloat16, and floats to int8.
     """
 
     def load_exactly(parameter: Any, value: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -103,7 +103,7 @@ def _exactly(load: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def take_dtype(parameter: Any, value: Tensor, name: str) -> None:
-    """Gives ``parameter`` a dtype that holds a ``value`` of the files; raises ``ValueError`` if that isn't a float."""
+    """Gives ``parameter`` a dtype that holds ``value`` from the files; raises ``ValueError`` if that isn't a float."""
     known = parameter.data
     if value.dtype != known.dtype:
         if not {value.dtype, known.dtype} <= set(_FLOATS):
@@ -113,10 +113,10 @@ def take_dtype(parameter: Any, value: Tensor, name: str) -> None:
 
 
 class SharedParameter(PerTensorScaleParameter):  # type: ignore[misc]
-    """A value of any shape, for each part of a merged layer."""
+    """A value of any shape for each part of a merged layer."""
 
     def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
-        """Whole on every rank."""
+        """Loads it whole on every rank."""
         self.data.copy_(loaded_weight.reshape(self.data.shape))
 
     load_column_parallel_weight = load_row_parallel_weight
@@ -127,7 +127,7 @@ class SharedParameter(PerTensorScaleParameter):  # type: ignore[misc]
 
 
 class PackedParameter(ModelWeightParameter):  # type: ignore[misc]
-    """4-bit values, two in a byte, which lie far apart in a row: packed again if a cut is between them."""
+    """4-bit values, two per byte, which are far apart in a row: they are repacked if a split separates them."""
 
     def __init__(self, sizes: Sizes, **options: Any) -> None:
         """``options``: the data and the loader."""
@@ -135,16 +135,16 @@ class PackedParameter(ModelWeightParameter):  # type: ignore[misc]
         self._sizes = sizes
 
     def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
-        """The columns of this rank."""
+        """Loads the columns of this rank."""
         K, own_K, form = self._sizes.K, self._sizes.own_K, self._sizes.scheme.weight.format
         shard = Shard("row", None, self.tp_rank, K // own_K)
         self.data.copy_(shard.part_of(loaded_weight, Split(1, codes=K, fill=form.zero_code)))
 
 
 def finish_parameters(layer: Any, sizes: Sizes) -> int:
-    """Makes plain parameters of what was loaded. Returns how many products the layer is: 1, or one for each part.
+    """Turns what was loaded into plain parameters. Returns the number of products: 1, or one for each part.
 
-    Raises ``ValueError`` for a parameter that the files don't have.
+    Raises ``ValueError`` for a parameter that is missing from the files.
     """
     linear, values = sizes.linear(), {}
     shapes = {name: like.shape for name, like in linear._parameters.items() if like is not None}
@@ -162,7 +162,7 @@ def finish_parameters(layer: Any, sizes: Sizes) -> int:
     if sizes.is_cut:
         _take_own_part(values, layer.tp_rank, sizes.own_K)
     if FOLDED_BIAS in values and getattr(layer, "bias", None) is not None:
-        layer.bias.data.zero_()  # it is in the folded one
+        layer.bias.data.zero_()  # the folded bias contains it
     if sizes.scheme.weight.scale_dtype == "steps" and (step := found_steps(values["weight_scale"])) is not None:
         values[STEP] = step
     for name, value in values.items():
@@ -171,7 +171,7 @@ def finish_parameters(layer: Any, sizes: Sizes) -> int:
 
 
 def is_missing(value: Tensor, is_scale: bool) -> bool:
-    """Whether not all of a parameter's ``value`` was loaded: until then floats, and scales of any dtype, are NaN."""
+    """Whether a part of a parameter's ``value`` wasn't loaded: before that, floats and scales of any dtype are NaN."""
     if is_scale and value.dtype in _NO_SCALE:
         mask = _NO_SCALE[value.dtype]
         return bool((value.view(torch.uint8) & mask == mask).any())
@@ -179,23 +179,23 @@ def is_missing(value: Tensor, is_scale: bool) -> bool:
 
 
 def no_scale(dtype: torch.dtype) -> int:
-    """The byte of a scale that hasn't been loaded: NaN; or 1 as e8m0, which vLLM's dummy weights leave as it is."""
+    """The byte of a scale that wasn't loaded: NaN; or 1 as e8m0, which vLLM's dummy weights don't change."""
     return 127 if dtype == torch.uint8 and loads_dummies() else _NO_SCALE[dtype]
 
 
 def loads_dummies() -> bool:
-    """Whether the model that vLLM is making gets weights without meaning: ``load_format="dummy"``."""
+    """Whether the model that vLLM is making gets dummy weights: ``load_format="dummy"``."""
     try:
         return bool(get_current_vllm_config().load_config.load_format == "dummy")
-    except AssertionError:  # none is being made
+    except AssertionError:  # no model is being made
         return False
 
 
 def _take_own_part(values: dict[str, Tensor], rank: int, own_K: int) -> None:
-    """Of what was loaded whole though the weight is cut along K, leaves what belongs to a rank."""
+    """Reduces parameters that were loaded whole, although the weight is split along K, to what belongs to a rank."""
     if (columns := values.get("outlier_columns")) is not None:
         here = (columns >= rank * own_K) & (columns < (rank + 1) * own_K)
         values["outlier_columns"] = columns[here] - rank * own_K
         values["outlier_weight"] = values["outlier_weight"][:, here].contiguous()
     if rank and FOLDED_BIAS in values:
-        values[FOLDED_BIAS].zero_()  # it is added once
+        values[FOLDED_BIAS].zero_()  # it is only added once

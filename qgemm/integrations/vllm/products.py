@@ -1,8 +1,8 @@
-"""The product of a layer in each family of schemes, as a function of the vLLM layer that holds the parameters.
+"""The product of a layer for each family of schemes, as a function of the vLLM layer with the parameters.
 
-They are what ``compute`` of qgemm's layers is, with a bias that comes with the call: vLLM gives it to one rank only.
-Parts of a merged layer that differ in what one product has once (nvfp4's global scale, columns kept in float) are a
-product each.
+They match ``compute`` of qgemm's layers, but get the bias as an argument: vLLM passes it to one rank only. Parts of a
+merged layer that differ in what a product has only once (nvfp4's global scale, columns kept in float) are separate
+products.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from qgemm.ops.linear import weight_only_linear
 from qgemm.scheme import QuantScheme
 
 Tensors: TypeAlias = "Callable[[str], Any]"
-"""A parameter by its name, or None: of a layer, or of a part of it."""
+"""Returns a parameter of a layer, or of a part of it, by name, or None."""
 Product: TypeAlias = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
 
 
 def product_of(scheme: QuantScheme, sizes: Sizes, parts: int) -> Product:
-    """The product for layers of ``scheme``; ``parts``: how many products it must be."""
+    """The product for layers of ``scheme``; ``parts``: the number of separate products."""
     compute = partial(_PRODUCTS[_family(linear_class(scheme))], sizes=sizes)
     if parts == 1:
         return lambda layer, x, bias: compute(lambda name: getattr(layer, name, None), x, bias)
@@ -64,7 +64,7 @@ def _rotated(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tens
 
 
 def _asymmetric(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
-    # Of a layer with a bias, that is in the folded one too.
+    # If the layer has a bias, the folded one contains it.
     weight = get("weight"), get("weight_scale"), get(FOLDED_BIAS)
     out: Tensor = torch.ops.qgemm.quant_linear_asymmetric(x, *weight, get("input_scale"), get("input_zero_point"))
     return out
@@ -73,7 +73,7 @@ def _asymmetric(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> T
 def _outliers(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
     columns, weight = get("outlier_columns"), get("outlier_weight")
     out = _plain(get, x.index_fill(-1, columns, 0), bias, sizes)
-    kept = x.reshape(-1, x.shape[-1]).index_select(-1, columns)  # of a rank's part of rows, maybe no column
+    kept = x.reshape(-1, x.shape[-1]).index_select(-1, columns)  # a rank's part may contain none of these columns
     return torch.addmm(out.reshape(-1, out.shape[-1]), kept, weight.t().to(x.dtype)).view(out.shape)
 
 

@@ -1,4 +1,4 @@
-"""The method "qgemm" in a version of vLLM that isn't supported: it only says so, of models that ask for it."""
+"""The method "qgemm" in an unsupported version of vLLM: only raises an error for models that request it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Sizes``: what a layer of vLLM computes: which rows and columns of a weight, in which scheme, and whether it can."""
+"""``Sizes``: the part of a weight that a layer of vLLM has, its scheme, and whether the two are compatible."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from qgemm.scheme import QuantScheme
 
 @dataclass(frozen=True)
 class Sizes:
-    """``name``, ``scheme``: of the layer. ``rows``: of each part that it is merged of.
+    """``name``, ``scheme``: of the layer. ``rows``: of each part that was merged into it.
 
-    ``own_K``: the columns of its weight here, of ``K`` in all.
+    ``own_K``: the number of the weight's columns on this rank, out of ``K``.
     """
 
     name: str
@@ -30,26 +30,26 @@ class Sizes:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the weight is cut along K, so that its products are added up."""
+        """Whether the weight is split along K, so that products are summed."""
         return self.own_K != self.K
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The rows of each part: from, to."""
+        """The rows of each part: start and end."""
         return list(pairwise(accumulate(self.rows, initial=0)))
 
     @property
     def numbers(self) -> tuple[int, str, int, bool]:
-        """What a ``ScaledWeight`` has beside tensors."""
+        """The fields that a ``ScaledWeight`` has besides tensors."""
         weight = self.scheme.weight
         return self.own_K, weight.dtype, weight.group_size or max(self.own_K, 1), self.scheme.activation is not None
 
     def linear(self) -> LinearLayer:
-        """A layer of qgemm of this size on meta, whose parameters are those to be made."""
+        """A layer of qgemm of this size on meta, which has the same parameters."""
         return meta_linear(self.scheme, self.own_K, sum(self.rows), dtype=torch.float32)
 
     def check(self) -> None:
-        """Raises ``ValueError`` for parts that the scheme doesn't allow."""
+        """Raises ``ValueError`` for a split that the scheme doesn't allow."""
         weight, problem = self.scheme.weight, ""
         if self.is_cut and weight.group_size is not None and self.own_K % weight.group_size:
             problem = f"{self.own_K} of {self.K} columns don't end with a group of {weight.group_size}"
@@ -66,7 +66,7 @@ class Sizes:
             )
 
     def part(self, name: str, value: Any, part: int) -> Any:
-        """Of the parameter ``name``, what belongs to one part of a merged layer."""
+        """The share of one part of a merged layer in the parameter ``name``."""
         if value is None:
             return None
         kind = linear_class(self.scheme)

@@ -1,4 +1,4 @@
-"""The versions of vLLM that the plugin works with: between these, its interfaces for plugins are what is used here."""
+"""The versions of vLLM that the plugin supports: between these, vLLM's plugin interfaces are those used here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NEWEST = (0, 33)
 
 
 def installed_version() -> str:
-    """That of the vLLM that is imported. Its package has several names, so the module is asked."""
+    """The version of the imported vLLM. Its package has several names, so the module is asked."""
     return str(importlib.import_module("vllm").__version__)
 
 
 def problem_with(version: str) -> str | None:
-    """A sentence that says why ``version`` isn't supported; None if it is."""
+    """A sentence that explains why ``version`` isn't supported; None if it is."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
         return None

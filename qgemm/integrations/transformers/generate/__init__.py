@@ -1,10 +1,10 @@
-"""``generate`` without waiting for the GPU: steps in CUDA graphs, tokens chosen on the device and read some steps late.
+"""``generate`` without waiting for the GPU: steps run in CUDA graphs, tokens are chosen on the device and read later.
 
-- ``entry.py``: a call's way to the loop, and back to transformers' own if it isn't covered (``request.py``)
+- ``entry.py``: takes a call to the loop, or back to transformers' own if the loop doesn't cover it (``request.py``)
 - ``loop.py``: prefill and steps; ``sampling.py``, ``stopping.py``: what a step does with its logits; ``reading.py``:
-  tokens on their way to the host
-- ``contexts.py``: what the loop asks of a cache
-- ``decoder.py``: what is kept between calls; ``replay.py``: its graphs; ``fingerprint.py``: when they are void
+  copies tokens to the host
+- ``contexts.py``: the loop's interface to a cache
+- ``decoder.py``: what is kept between calls; ``replay.py``: its graphs; ``fingerprint.py``: when they become invalid
 """
 
 from qgemm.integrations.transformers.generate.entry import fast_generate, generate

@@ -1,7 +1,7 @@
-"""What the loop asks of a cache: how many tokens are in it, and what a decode step knows of padding.
+"""The loop's interface to a cache: how many tokens it holds, and what a decode step must know about padding.
 
-``KeyValueContext`` is for qgemm's cache, with the attention "qgemm". ``StaticContext`` is for transformers' StaticCache
-with the model's own attention over all of its places: for models that qgemm's don't fit.
+``KeyValueContext`` is for qgemm's cache with the attention "qgemm". ``StaticContext`` is for transformers' StaticCache
+with the model's own attention over all of its positions, for models that qgemm's cache or attention doesn't fit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from qgemm.integrations.transformers.generate.covered import NotCovered
 class Context(Protocol):
     """A cache with room for ``capacity`` tokens, of which ``used`` are in use, and the attention that reads it.
 
-    What steps read of it stays at one address: ``buffers``, which a decoder keeps for a cache that is its caller's.
+    Whatever steps read from it stays at fixed addresses: ``buffers``, which a decoder keeps for a cache of the
+    caller's.
     """
 
     cache: Cache
@@ -35,35 +36,35 @@ class Context(Protocol):
 
     @property
     def step_mask(self) -> Tensor | None:
-        """The ``attention_mask`` of decode steps, at one address."""
+        """The ``attention_mask`` of decode steps, at a fixed address."""
 
     def begin(self, attention_mask: Tensor | None) -> None:
-        """Before a prompt, whose ``attention_mask`` [B, used + S] is None if it has no padding."""
+        """Called before a prompt, whose ``attention_mask`` [B, used + S] is None if it has no padding."""
 
     def parts(self, rows: int) -> Generator[slice]:
-        """Which sequences to give a forward, one part after the other: ``rows`` at a time, or all together.
+        """Yields the sequences for each forward: ``rows`` at a time, or all together.
 
-        ``advance`` comes with each.
+        ``advance`` is called for each.
         """
 
     def prefilled(self) -> Hashable:
-        """After the prompt. Steps of two prompts with equal results do the same."""
+        """Called after the prompt. If two prompts give equal results, their steps are the same."""
 
     def advance(self, count: int) -> None:
-        """Before a forward of ``count`` tokens. A CUDA graph replays what it does on the device, not ``used``."""
+        """Called before a forward of ``count`` tokens. A CUDA graph replays its device part, but not ``used``."""
 
     def rewind(self, used: int) -> None:
-        """Forgets all tokens but the first ``used``."""
+        """Forgets all tokens except the first ``used``."""
 
 
 class KeyValueContext:
-    """A KeyValueCache: it knows where each sequence begins after its padding, in ``buffers`` [B]."""
+    """A KeyValueCache, which knows where each sequence begins after its padding, in ``buffers`` [B]."""
 
     attention: str = ATTENTION
     step_mask: Tensor | None = None
 
     def __init__(self, cache: KeyValueCache, batch: int, device: torch.device) -> None:
-        """With what is in ``cache``. Raises ``NotCovered`` for masks that aren't padding."""
+        """Uses the content of ``cache``. Raises ``NotCovered`` for masks that aren't padding."""
         if cache.tokens.masked:
             raise NotCovered(f"{ARGUMENT} has tokens masked that aren't padding on the left")
         self.cache: Any = cache
@@ -82,11 +83,11 @@ class KeyValueContext:
         self.cache.used = used
 
     def begin(self, attention_mask: Tensor | None) -> None:
-        """Nothing but keeping it: attention looks at the mask itself."""
+        """Only keeps the mask, because attention examines it itself."""
         self._mask = attention_mask
 
     def parts(self, rows: int) -> Generator[slice]:
-        """``rows`` at a time in an empty cache."""
+        """Yields ``rows`` at a time if the cache is empty."""
         batch = self.buffers.shape[0]
         if self.used or rows >= batch:
             yield slice(batch)
@@ -108,21 +109,21 @@ class KeyValueContext:
         return "padded"
 
     def advance(self, count: int) -> None:
-        """Before a forward."""
+        """As in ``Context``."""
         if self.cache.length.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.cache.tokens.used = None  # nothing of a graph may be made of the host's number
+            self.cache.tokens.used = None  # nothing in a graph may depend on the host's number
         self.cache.advance(count)
 
     def rewind(self, used: int) -> None:
-        """Forgets tokens, and with all of them where they began."""
+        """Forgets tokens; if none remain, also where sequences began."""
         self.cache.rewind(used)
 
 
 class StaticContext:
-    """A StaticCache. All of its places are in the mask of a step: those not yet in use are masked as being to come."""
+    """A StaticCache. A step's mask covers all of its positions; those not yet in use are masked as future ones."""
 
     def __init__(self, cache: StaticCache, batch: int, model: PreTrainedModel) -> None:
-        """With what is in ``cache``. Raises ``NotCovered`` for layers that forget."""
+        """Uses the content of ``cache``. Raises ``NotCovered`` for layers that discard tokens."""
         self._layers: list[Any] = cache.layers
         self.attention = model.config._attn_implementation
         if "flash" in self.attention:
@@ -140,25 +141,25 @@ class StaticContext:
 
     @property
     def step_mask(self) -> Tensor | None:
-        """Without padding too."""
+        """Needed even without padding."""
         return self.buffers
 
     def begin(self, attention_mask: Tensor | None) -> None:
-        """Before a prompt."""
+        """As in ``Context``."""
         self.buffers.fill_(True)
         if attention_mask is not None:
             self.buffers[:, : attention_mask.shape[1]] = attention_mask
 
     def parts(self, rows: int) -> Generator[slice]:
-        """All together."""
+        """Yields all sequences together."""
         yield slice(None)
 
     def prefilled(self) -> Hashable:
-        """All steps are alike."""
+        """The same for all prompts."""
         return "masked"
 
     def advance(self, count: int) -> None:
-        """Before a forward. On the device a layer advances when it is written."""
+        """As in ``Context``. On the device, a layer advances when it is written."""
         self.used += count
 
     def rewind(self, used: int) -> None:
@@ -169,7 +170,7 @@ class StaticContext:
 
 
 def make_context(model: PreTrainedModel, batch: int, capacity: int, dtype: torch.dtype | None) -> Context:
-    """A new cache for ``batch`` sequences of up to ``capacity`` tokens; ``dtype`` as of KeyValueCache."""
+    """A new cache for ``batch`` sequences of up to ``capacity`` tokens; ``dtype`` as in KeyValueCache."""
     if fits_key_value_cache(model):
         with contextlib.suppress(ValueError):
             cache = KeyValueCache(model.config, batch, capacity, dtype, model.device)
@@ -180,7 +181,7 @@ def make_context(model: PreTrainedModel, batch: int, capacity: int, dtype: torch
 
 
 def use_context(cache: Cache, model: PreTrainedModel, batch: int) -> Context:
-    """A cache of the caller's, with what is in it."""
+    """The caller's cache, with its content."""
     if isinstance(cache, KeyValueCache):
         return KeyValueContext(cache, batch, model.device)
     if isinstance(cache, StaticCache):
@@ -189,20 +190,20 @@ def use_context(cache: Cache, model: PreTrainedModel, batch: int) -> Context:
 
 
 class Attention:
-    """Which attention a model has while calls run through it, perhaps in several threads.
+    """Which attention a model has while calls run, perhaps in several threads.
 
-    A forward whose mask was made for one attention mustn't go on with another: the last call of all restores it.
+    A forward whose mask was made for one attention must not continue with another, so the last call to end restores it.
     """
 
     def __init__(self) -> None:
-        """There is no call yet."""
+        """Starts without calls."""
         self._lock = threading.Lock()
         self._calls = 0
         self._before: list[tuple[PreTrainedConfig, str | None]] = []
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Around each call, whatever its attention is."""
+        """Surrounds each call, whatever its attention is."""
         with self._lock:
             self._calls += 1
         try:
@@ -211,12 +212,12 @@ class Attention:
             with self._lock:
                 self._calls -= 1
                 if not self._calls:
-                    for config, own in self._before:  # past the setter, which sets those of parts of the part, too
+                    for config, own in self._before:  # bypasses the setter, which would also set nested parts' configs
                         config._attn_implementation_internal = own
                     self._before = []
 
     def use(self, model: PreTrainedModel, attention: str) -> None:
-        """Gives ``model`` the attention of that name, in a call.
+        """Sets the attention of ``model`` during a call.
 
         Raises ``ValueError`` while ``model`` runs continuous batching.
         """
@@ -228,14 +229,14 @@ class Attention:
                 model.set_attn_implementation(attention)
 
     def own(self, model: PreTrainedModel) -> str | None:
-        """The one that ``model`` has without any call."""
+        """The attention that ``model`` has outside of calls."""
         with self._lock:
             before = self._before
             return before[0][1] if before else model.config._attn_implementation
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Those of ``model`` and of its parts, whether or not these are models of transformers."""
+    """The configs of ``model`` and of its parts, whether or not these are transformers models."""
     found = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     declared = (getattr(config, name, None) for config in found for name in config.sub_configs)
     return [*found, *(config for config in declared if config is not None)]

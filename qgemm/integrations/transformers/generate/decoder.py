@@ -17,14 +17,14 @@ from qgemm.integrations.transformers.generate.sampling import Progress, Sampler
 from qgemm.numerics.integers import round_up
 
 MAX_SAMPLERS = 8
-# How much of a GPU's memory caches may take that wait for a next call; the last one is kept in any case.
+# The fraction of a GPU's memory that caches waiting for a next call may take; the last one is always kept.
 MAX_WAITING_FRACTION = 0.25
 
 
 class Decoder:
-    """The tensors of one batch's steps, and the graphs that read and write them and the cache of that batch.
+    """The tensors of one batch's steps, and the graphs that read and write them and the batch's cache.
 
-    ``position`` has the shape of a step's; ``dtype`` is what its cache was asked for.
+    ``position`` has the shape of a step's positions; ``dtype`` is the one requested for its cache.
     """
 
     def __init__(
@@ -46,24 +46,24 @@ class Decoder:
         self._samplers: OrderedDict[Hashable, tuple[Sampler, Replayed]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copy of a cache begins without a decoder: graphs write to one address."""
+        """Returns None: a copied cache begins without a decoder, because graphs write to fixed addresses."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Nor is one saved."""
+        """A decoder isn't saved either."""
         return type(None), ()
 
     def fits(self, batch: int, position: Tensor, dtype: torch.dtype | None = None) -> bool:
-        """Whether it is for such a batch."""
+        """Whether it fits such a batch."""
         mine = self.progress
         return (mine.token.shape[0], mine.position.shape, self.dtype) == (batch, position.shape, dtype)
 
     def forward(self, form: Hashable) -> Replayed:
-        """The forward of steps of a ``form``."""
+        """The forward of steps with this ``form``."""
         return self._forwards.setdefault(form, Replayed(self.memory))
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """After the calls before, which may have run on other streams."""
+        """Inside, work comes after earlier calls, which may have run on other streams."""
         if self._done is not None:
             torch.cuda.current_stream(self.memory.device).wait_event(self._done)
         try:
@@ -73,7 +73,7 @@ class Decoder:
                 self._done = torch.cuda.current_stream(self.memory.device).record_event()
 
     def sampler(self, wanted: Sampler) -> tuple[Sampler, Replayed]:
-        """A sampler that does what ``wanted`` does, perhaps captured; the ones unused for longest are dropped."""
+        """A sampler equivalent to ``wanted``, perhaps already captured; the least recently used ones are dropped."""
         found = self._samplers.pop(wanted.key, None) or (wanted, Replayed(self.memory))
         found[0].adopt(wanted)
         self._samplers[wanted.key] = found
@@ -86,9 +86,9 @@ class Decoders:
     """The decoders of one model, each with its cache. A caller takes one and puts it back."""
 
     def __init__(self, device: torch.device, has_collectives: bool = False) -> None:
-        """There are none yet. ``has_collectives``: as of ``GraphMemory``."""
+        """Starts without decoders. ``has_collectives``: as in ``GraphMemory``."""
         self.memory = GraphMemory(device, has_collectives)
-        self._waiting: list[tuple[Context, Decoder]] = []  # the last used one last
+        self._waiting: list[tuple[Context, Decoder]] = []  # the most recently used one comes last
 
     def take(
         self,
@@ -98,10 +98,10 @@ class Decoders:
         dtype: torch.dtype | None,
         make: Callable[[int], Context],
     ) -> tuple[Context, Decoder]:
-        """A cache for ``batch`` sequences of up to ``capacity`` tokens, empty, and its decoder."""
+        """An empty cache for ``batch`` sequences of up to ``capacity`` tokens, and its decoder."""
         same = [each for each in self._waiting if each[1].fits(batch, position, dtype)]
         fitting = [each for each in same if each[0].capacity >= capacity]
-        # One that is too small makes room: its successor serves what it served.
+        # A cache that is too small is dropped: its successor can serve the same calls.
         self._waiting = [each for each in self._waiting if each not in (fitting[:1] or same)]
         if fitting:
             fitting[0][0].rewind(0)
@@ -110,13 +110,13 @@ class Decoders:
         return context, Decoder(batch, context, position, self.memory, dtype)
 
     def free(self) -> bool:
-        """Frees the caches that wait for a next call; False if there are none."""
+        """Frees the caches that wait for a next call; returns False if there are none."""
         found = bool(self._waiting)
         self._waiting.clear()
         return found
 
     def put_back(self, context: Context, decoder: Decoder) -> None:
-        """For a next call. The ones that have waited for longest are freed, beyond the bound."""
+        """Keeps them for a next call. Beyond the limit, the caches that have waited longest are freed."""
         self._waiting.append((context, decoder))
         room = 0.0
         if self.memory.device.type == "cuda":
@@ -126,7 +126,7 @@ class Decoders:
 
 
 def bucket(capacity: int) -> int:
-    """``capacity`` rounded up, by an eighth at most from 1024 on, so that similar calls share a cache."""
+    """``capacity`` rounded up, by at most an eighth from 1024 on, so that similar calls share a cache."""
     step = max(128, 1 << max(0, (capacity - 1).bit_length() - 4))
     return round_up(capacity, step)
 

@@ -1,4 +1,4 @@
-"""How a call of ``generate`` gets to the loop, and to transformers' own if the loop doesn't cover it."""
+"""Takes a call of ``generate`` to the loop, or to transformers' own if the loop doesn't cover it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from qgemm.integrations.transformers.tensor_parallel import process_group
 from qgemm.integrations.transformers.tokens import UnfitAttentionError
 from qgemm.warn import warn_user
 
-# The attribute of a model with what it keeps between calls, and of a cache with its decoder.
+# The attribute of a model for what it keeps between calls, and of a cache for its decoder.
 _KEPT = "_qgemm_generate"
 
 
 class _Kept:
-    """What a model keeps between calls. A copy of the model begins with nothing."""
+    """What a model keeps between calls. A copy of the model starts without it."""
 
     def __init__(self) -> None:
         self.decoders: Decoders | None = None
@@ -52,7 +52,7 @@ class _Kept:
         self.attention = Attention()
         self.told: set[str] = set()
         self.unfit = ""
-        """Why the model's attention isn't for a ``KeyValueCache``, once that is known."""
+        """Why the model's attention doesn't fit a ``KeyValueCache``, once that is known."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
         copied = _Kept()
@@ -63,16 +63,16 @@ class _Kept:
         return _Kept, ()
 
     def tell(self, message: str) -> None:
-        """Warns once."""
+        """Warns, once per message."""
         if message not in self.told:
             self.told.add(message)
             warn_user(message)
 
 
 def fast_generate(model: nn.Module, enabled: bool, cache_dtype: torch.dtype | None) -> None:
-    """``generate`` goes through the loop, batches through qgemm's attention; or as before, and memory is freed."""
+    """Sends ``generate`` through the loop, and batches through qgemm's attention; or undoes that, and frees memory."""
     base: Any = model
-    if hasattr(model, "get_base_model"):  # PEFT's models call the generate of their base
+    if hasattr(model, "get_base_model"):  # PEFT's models call their base model's generate
         base = base.get_base_model()
     if not isinstance(base, PreTrainedModel) or not type(base).can_generate():
         raise TypeError(
@@ -101,7 +101,7 @@ def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def generate(model: PreTrainedModel, input_ids: Tensor, cache_dtype: torch.dtype | None, **prepared: Any) -> Any:
-    """For ``custom_generate=``: what transformers has prepared goes through the loop, or back."""
+    """For ``custom_generate=``: sends what transformers has prepared through the loop, or back to transformers."""
     check_cache_dtype("cache_dtype", cache_dtype)
     try:
         return decode(model, input_ids, cache_dtype=cache_dtype, **prepared)
@@ -135,7 +135,7 @@ def _through_loop(model: Any, *arguments: Any, **options: Any) -> Any:
     if options.get("synced_gpus"):
         raise NotCovered("synced_gpus is set")
     check_model(model)
-    # A custom_generate isn't given the streamer, nor its stop strings a tokenizer.
+    # A custom_generate gets neither the streamer nor the tokenizer of its stop strings.
     streamer = options.pop("streamer", None)
     _add_stop_strings(model, options)
     options["custom_generate"] = functools.partial(decode, streamer=streamer, cache_dtype=_kept(model).cache_dtype)
@@ -143,7 +143,7 @@ def _through_loop(model: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _by_name(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call, by the names that they have in the class of ``model``."""
+    """All arguments of a call, by their names in the class of ``model``."""
     signature = inspect.signature(type(model).generate)
     named = dict(signature.bind_partial(model, *arguments, **options).arguments)
     del named["self"]
@@ -154,7 +154,7 @@ def _by_name(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def _add_stop_strings(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Puts a criterion for the strings of ``generate``'s ``options``, with their tokenizer, in their place."""
+    """Replaces the stop strings and the tokenizer in ``generate``'s ``options`` by a stopping criterion."""
     if _setting("token_healing", model, options):
         raise NotCovered("token_healing is on")
     strings = _setting("stop_strings", model, options)
@@ -196,7 +196,7 @@ def decode(
     """The result of ``generate`` from what it has prepared; ``ahead`` as in ``Loop``. Raises ``NotCovered``."""
     check_model(model)
     check_settings(generation_config, inputs, synced_gpus)
-    home, device = input_ids.device, model.device  # transformers moves inputs to the model, too
+    home, device = input_ids.device, model.device  # transformers also moves inputs to the model
     input_ids = input_ids.to(device)
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     with _running(model) as kept, kept.attention.call(), _plain_tensors(model, inputs.get(ARGUMENT)):
@@ -212,7 +212,7 @@ def decode(
             ahead = AHEAD if input_ids.is_cuda else 0
         assert kept.decoders is not None
         tell = functools.partial(_tell_eager, kept)
-        # One process that begins a prompt again would be alone with its sums.
+        # If only one process retried its prompt, it would be alone in the collective sums.
         free = kept.decoders.free if group is None else lambda: False
         loop = Loop(model, request, context, decoder, ahead, tell, free)
         lent = request.cache is not None or generation_config.return_dict_in_generate
@@ -221,7 +221,7 @@ def decode(
             kept.attention.use(model, context.attention)
             sequences = loop.run(streamer).to(home)
         except UnfitAttentionError as error:
-            context.rewind(used)  # transformers' loop goes on with a cache of the caller's
+            context.rewind(used)  # transformers' loop continues with the caller's cache
             kept.unfit = error.reason
             raise NotCovered(kept.unfit) from error
         finally:
@@ -264,7 +264,7 @@ def _take(kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dt
 
 
 def _agree(group: Any, request: Request, device: torch.device) -> None:
-    """Has all processes draw the same tokens: those of the first one's random generator."""
+    """Makes all processes draw the same tokens, with the random generator of the first one."""
     if request.stops.deadline is not None:
         raise NotCovered("max_time is set, which processes may see pass at different tokens")
     if not request.sampler.draws:
@@ -290,7 +290,7 @@ def _tell_eager(kept: _Kept, reason: str) -> None:
 
 @contextlib.contextmanager
 def _running(model: PreTrainedModel) -> Iterator[_Kept]:
-    """What the model keeps, for one call at a time: another thread's call, or a streamer's, can't have it."""
+    """What the model keeps, for one call at a time: a call from another thread, or from a streamer, doesn't get it."""
     kept = _kept(model)
     if not kept.running.acquire(blocking=False):
         raise NotCovered("the model is running another generate")
@@ -302,9 +302,9 @@ def _running(model: PreTrainedModel) -> Iterator[_Kept]:
 
 @contextlib.contextmanager
 def _plain_tensors(model: PreTrainedModel, cache: Cache | None) -> Iterator[None]:
-    """Tensors that outlive the call can be written to in later calls, in inference mode or not.
+    """Inside, tensors that outlive the call are made so that later calls can write to them, in inference mode or not.
 
-    A cache that was made in inference mode can be written to there alone.
+    A cache made in inference mode could only be written to in inference mode.
     """
     layers = [] if cache is None else cache.layers
     inference = any(

@@ -1,4 +1,4 @@
-"""``fingerprint(model)`` changes with whatever a captured graph of the model has built in."""
+"""``fingerprint(model)`` changes with everything that is built into a captured graph of the model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
-# A module's own are looked at one by one; which attention a call has is its caller's affair.
+# A module's own attributes are examined one by one; the attention of a call is the caller's responsibility.
 _LEFT_OUT = frozenset((*vars(nn.Module()), "_attn_implementation_internal"))
 MAX_VALUES = 64
-"""Of a list or a dictionary: longer ones are tables, which an attribute has or hasn't."""
+"""The maximum length of a list or a dictionary: longer ones are tables, compared by identity only."""
 
 
 def fingerprint(model: PreTrainedModel) -> Hashable:
-    """Attributes of modules and the config: numbers and strings, in lists and dictionaries too, others by identity.
+    """Attributes of modules and the config: numbers and strings, also in lists and dictionaries; others by identity.
 
-    Of modules also the class, hooks, and addresses of tensors. About 4 us a module. Changes inside of other objects
-    aren't seen.
+    For modules, also the class, hooks, and addresses of tensors. It takes about 4 us per module. Changes inside other
+    objects aren't noticed.
     """
     config = model.config
     configs = {id(each): each for each in (config, config.get_text_config(decoder=True))}

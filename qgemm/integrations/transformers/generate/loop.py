@@ -1,7 +1,7 @@
-"""Prefill, then one step after another: a forward, the choice of a token, and tokens read some steps late.
+"""Prefill, then one step after another: a forward, the choice of a token, and tokens that are read some steps later.
 
-The host queues up to ``AHEAD`` steps more than it has read. Those that follow the end of all sequences are forgotten:
-their tokens are cut off, the cache and the random generator are as if they had never been.
+The host queues up to ``AHEAD`` more steps than it has read. Steps queued after the end of all sequences are undone:
+their tokens are cut off, and the cache and the random generator are as if these steps had never run.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from qgemm.integrations.transformers.generate.decoder import Decoder
 from qgemm.integrations.transformers.generate.replay import CaptureError, Replayed
 from qgemm.integrations.transformers.generate.request import Request
 
-# On a GPU, steps queued beyond the last that was read. A host that is held up for some steps' time costs nothing then;
-# sequences that end early cost as many steps.
+# On a GPU, the steps queued beyond the last one that was read. A host that is delayed for that many steps costs
+# nothing; sequences that end early cost as many steps.
 AHEAD = 4
 MAX_PROMPT_VALUES = 2**24
-"""Prompts of a batch are computed in parts whose hidden states have so many values, 4,096 tokens at Llama 3 8B's sizes:
-what a forward needs besides weights and cache then doesn't grow with the batch."""
+"""Prompts of a batch are computed in parts whose hidden states have at most this many values, 4,096 tokens at Llama 3
+8B's sizes: then a forward's memory besides weights and cache doesn't grow with the batch."""
 
 
 class Loop:
-    """The steps of one request. ``ahead`` is how many steps may be queued beyond the last that was read."""
+    """The steps of one request. ``ahead``: how many steps may be queued beyond the last one that was read."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Loop:
         on_capture_error: Callable[[str], None],
         free: Callable[[], bool],
     ) -> None:
-        """``on_capture_error`` is called with the reason if steps can't be captured; they run without graphs then.
+        """``on_capture_error`` is called with the reason if steps can't be captured; they then run without graphs.
 
-        ``free`` is called if there isn't enough memory, and returns whether some was freed.
+        ``free`` is called if there isn't enough memory, and returns whether it freed any.
         """
         self._model: Any = model
         self._request = request
@@ -55,7 +55,7 @@ class Loop:
         self._free = free
 
     def run(self, streamer: BaseStreamer | None) -> Tensor:
-        """The prompts and their new tokens, [B, S + steps]."""
+        """Returns the prompts with their new tokens, [B, S + steps]."""
         with self._decoder.in_order():
             used = self._context.used
             try:
@@ -65,19 +65,19 @@ class Loop:
                 filled = False
                 if not self._free():
                     raise
-            if not filled:  # not in the handler, where the error holds what was allocated
+            if not filled:  # not in the except block, where the error still holds what was allocated
                 self._context.rewind(used)
                 self._prefill()
             if streamer is not None:
                 streamer.put(self._request.input_ids.cpu())
             self._forward_step = self._decoder.forward(self._context.prefilled())
-            # As transformers does: experts in float have another implementation for few tokens.
+            # As in transformers: float experts have another implementation for few tokens.
             with self._model._optimize_model_for_decode():
                 taken = self._steps(streamer)
             return torch.cat([self._request.input_ids, self._decoder.progress.rows[:taken, :-1].T], dim=1)
 
     def _steps(self, streamer: BaseStreamer | None) -> int:
-        """How many tokens each sequence got."""
+        """Runs the steps; returns how many tokens each sequence got."""
         request, reader, progress = self._request, self._decoder.reader, self._decoder.progress
         prefilled = self._context.used
         sampler, sampling = self._decoder.sampler(request.sampler)
@@ -118,17 +118,17 @@ class Loop:
             for rows in parts:
                 context.advance(request.new)
                 own = None if mask is None else mask[rows]
-                # A copy: the logits of all other tokens aren't kept.
+                # Copied, so that the logits of all other tokens are freed.
                 logits.append(self._logits(request.prompt[rows], request.position_ids[..., rows, :], own).clone())
         self._decoder.progress.begin(torch.cat(logits), request.position_ids[..., -1:])
 
     def _rows_together(self) -> int:
-        """How many prompts are computed together."""
+        """The number of prompts that are computed together."""
         config = self._model.config.get_text_config(decoder=True)
-        rope = values_of(config, "rope_parameters")  # nested where kinds of layers differ
-        looks_at_lengths = any(kind in str(rope) for kind in ("dynamic", "longrope"))  # those of all prompts
+        rope = values_of(config, "rope_parameters")  # nested if kinds of layers differ
+        looks_at_lengths = any(kind in str(rope) for kind in ("dynamic", "longrope"))  # at those of all prompts
         parts = (module for module in self._model.modules() if module is not self._model)
-        hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts)  # by PEFT, to know each sequence
+        hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts)  # PEFT's must see all sequences
         compiled = self._model._compiled_call_impl is not None
         if looks_at_lengths or hooked or compiled or "forward" in vars(self._model):
             return self._request.batch
@@ -144,7 +144,7 @@ class Loop:
             progress.logits.copy_(self._logits(progress.token, progress.position, context.step_mask))
 
         self._replay(self._forward_step, run)
-        context.used = used + 1  # a replay counts on the device only
+        context.used = used + 1  # a replay only counts on the device
 
     def _replay(self, step: Replayed, run: Callable[[], None]) -> None:
         used = self._context.used
@@ -171,7 +171,7 @@ class Loop:
 
 
 def _generator_offset(device: torch.device) -> int:
-    """Where the random numbers of a GPU go on. A CPU queues no steps, so there is none to forget."""
+    """The position in a GPU's random numbers. A CPU queues no steps, so there is nothing to undo."""
     return torch.cuda.default_generators[device.index].get_offset() if device.type == "cuda" else 0
 
 

@@ -1,4 +1,4 @@
-"""Tokens read by the host some steps late, so that it never waits for the step that it has just queued."""
+"""Reads tokens on the host some steps late, so that the host never waits for the step that it has just queued."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Reader:
-    """Copies ``Progress.rows`` [steps, B + 1] to the host, in order, behind the back of the steps that follow."""
+    """Copies ``Progress.rows`` [steps, B + 1] to the host, in order, while later steps run."""
 
     def __init__(self, rows: Tensor) -> None:
-        """On a CPU nothing is copied."""
+        """On a CPU, nothing is copied."""
         self._rows = rows
         self._host = rows
         self._sent: deque[tuple[int, torch.cuda.Event | None]] = deque()
@@ -21,16 +21,16 @@ class Reader:
             self._stream = torch.cuda.Stream(rows.device)
 
     def begin(self) -> None:
-        """Forgets rows that were sent and not taken."""
+        """Drops rows that were sent but not taken."""
         self._sent.clear()
 
     @property
     def pending(self) -> int:
-        """How many rows were sent and not taken."""
+        """How many rows were sent but not taken."""
         return len(self._sent)
 
     def send(self, step: int) -> None:
-        """Row ``step``, once what is queued until now has been done."""
+        """Sends row ``step``, after everything queued so far."""
         done = None
         if self._rows.is_cuda:
             self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
@@ -41,7 +41,7 @@ class Reader:
         self._sent.append((step, done))
 
     def take(self) -> tuple[Tensor, bool]:
-        """The tokens [B] of the oldest row, and whether all sequences have ended; waits until they are there."""
+        """The tokens [B] of the oldest row, and whether all sequences have ended; waits until they have arrived."""
         step, done = self._sent.popleft()
         if done is not None:
             done.synchronize()

@@ -1,9 +1,9 @@
-"""CUDA graphs of functions whose tensors stay where they are: run, the second time captured, then replayed.
+"""CUDA graphs of functions whose tensors keep their addresses: run at first, captured the second time, then replayed.
 
-The first run is the warm-up that PyTorch asks for, and does work that is needed anyway: no step is computed in vain.
+The first run is the warm-up that PyTorch requires, and its work is needed anyway: no step is wasted.
 
-NCCL doesn't end a process group before the last graph that has its collectives, and ``destroy_process_group`` waits for
-ever where a model has such graphs (pytorch#115388). So they end first, and are captured anew if they run after all.
+NCCL doesn't end a process group before the last graph with its collectives, and ``destroy_process_group`` waits forever
+if a model has such graphs (pytorch#115388). So the graphs end first, and are captured again if they run after all.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import distributed
 
 
 class CaptureError(Exception):
-    """A function can't be captured, because it waits for the GPU, say. It has done nothing on the device."""
+    """A function can't be captured, for example because it waits for the GPU. It has done nothing on the device."""
 
 
 class GraphMemory:
-    """What the graphs of one model share: the memory of their temporaries and the stream they are captured on.
+    """What the graphs of one model share: the memory of their temporaries and the stream on which they are captured.
 
     They must not run at the same time. ``captures`` is False on a CPU, and after a ``CaptureError``.
     ``has_collectives``: whether the model is split among processes.
     """
 
     def __init__(self, device: torch.device, has_collectives: bool = False) -> None:
-        """No graph is captured on it yet."""
+        """Starts without captured graphs."""
         self.device = device
         self.has_collectives = has_collectives
         self.captures = device.type == "cuda"
@@ -41,7 +41,7 @@ class GraphMemory:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Runs on the stream of captures, in order with what runs on the caller's."""
+        """Inside, work runs on the stream of captures, in order with the work on the caller's stream."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -49,12 +49,12 @@ class GraphMemory:
         current.wait_stream(self._stream)
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of what ``run`` does on the device, without doing it. Raises ``CaptureError``."""
+        """A graph of what ``run`` does on the device; nothing is run. Raises ``CaptureError``."""
         if not self._graphs:
-            # A pool ends with the last of its graphs, and PyTorch doesn't begin it again.
+            # A pool ends with the last of its graphs, and PyTorch doesn't reuse it.
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: that waits for the GPU, and gives back the memory that the allocator has in reserve.
+        # Not torch.cuda.graph, which waits for the GPU, and returns the allocator's reserved memory.
         with self.beside():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -69,7 +69,7 @@ class GraphMemory:
         return graph
 
     def end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends a graph, whoever has it still."""
+        """Ends a graph, even if it is still referenced."""
         graph.reset()
         self._graphs.discard(graph)
 
@@ -78,13 +78,13 @@ class Replayed:
     """``replayed(run)`` does what ``run()`` does. ``run`` reads and writes the same tensors in every call."""
 
     def __init__(self, memory: GraphMemory) -> None:
-        """It hasn't run yet."""
+        """Starts without a run."""
         self._memory = memory
         self._graph: torch.cuda.CUDAGraph | None = None
         self._ran = False
 
     def __call__(self, run: Callable[[], None]) -> None:
-        """Raises ``CaptureError``; from then on ``run`` is called."""
+        """Raises ``CaptureError``; after that, ``run`` is called directly."""
         if self._graph is not None:
             self._graph.replay()
         elif not self._memory.captures:
@@ -100,7 +100,7 @@ class Replayed:
             self._graph.replay()
 
     def end(self) -> None:
-        """Ends the graph; the next call captures another."""
+        """Ends the graph; the next call captures a new one."""
         if self._graph is not None:
             self._memory.end(self._graph)
             self._graph = None
@@ -110,14 +110,14 @@ _between_processes: weakref.WeakSet[Replayed] = weakref.WeakSet()
 
 
 def _end_with_processes(replayed: Replayed) -> None:
-    """Ends the graph of ``replayed`` before a process group, or the interpreter, ends."""
+    """Ends the graph of ``replayed`` before a process group or the interpreter ends."""
     _between_processes.add(replayed)
     _watch_ends()
 
 
 @functools.cache
 def _watch_ends() -> None:
-    # What destroy_process_group calls of each group, however that was imported.
+    # destroy_process_group calls this for each group, however it was imported.
     shut_down = distributed.ProcessGroup.shutdown
 
     @functools.wraps(shut_down)

@@ -1,4 +1,4 @@
-"""A call of ``generate`` as the loop sees it, or the reason why it isn't covered."""
+"""A call of ``generate`` in the form for the loop, or the reason why the loop doesn't cover it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.sampling import Sampler
 from qgemm.integrations.transformers.generate.stopping import Stops
 
-# What transformers hands to the loop besides the settings. Others belong to images, sounds and the like.
+# What transformers passes to the loop besides the settings. Other inputs belong to images, sounds and the like.
 _KNOWN = ("attention_mask", "position_ids", ARGUMENT, "use_cache", "logits_to_keep")
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _CACHES = (None, "dynamic", "static")
@@ -31,10 +31,10 @@ _CACHES = (None, "dynamic", "static")
 
 @dataclass(frozen=True)
 class Request:
-    """``input_ids`` [B, S] are the prompts; ``new`` of them aren't in ``cache``, which is None for a new one.
+    """``input_ids`` [B, S] are the prompts; ``new`` of their tokens aren't in ``cache``, which is None for a new one.
 
-    ``attention_mask`` [B, cached + new] is None without padding, ``position_ids`` are [..., B, new].
-    ``steps`` is the maximum of new tokens.
+    ``attention_mask`` [B, cached + new] is None without padding, ``position_ids`` are [..., B, new]. ``steps`` is the
+    maximum number of new tokens.
     """
 
     input_ids: Tensor
@@ -49,7 +49,7 @@ class Request:
 
     @property
     def batch(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return self.input_ids.shape[0]
 
     @property
@@ -68,11 +68,11 @@ def check_model(model: PreTrainedModel) -> None:
         raise NotCovered(f"{type(model).__name__} decodes in a way of its own")
     if not (model._supports_attention_backend or model._can_compile_fullgraph):
         raise NotCovered(f"{type(model).__name__} has an attention of its own")
-    if getattr(model.config, "alibi", False):  # which is as long as the tokens, and masks as a static cache
+    if getattr(model.config, "alibi", False):  # its bias is as long as the tokens, and masks for a static cache aren't
         raise NotCovered(f"{type(model).__name__} adds ALiBi to masks")
     if reads_stored_keys(model.config):
         raise NotCovered(f"{type(model).__name__} reads keys of its cache by itself")
-    if "prepare_inputs_for_generation" in vars(model):  # PEFT's, with a prefix
+    if "prepare_inputs_for_generation" in vars(model):  # PEFT's, which adds a prefix
         raise NotCovered("the model's inputs are prepared by something else than its class")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise NotCovered("the model is spread over several devices")
@@ -85,7 +85,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def check_settings(settings: GenerationConfig, inputs: dict[str, Any], synced: bool) -> None:
-    """Raises ``NotCovered`` for what is asked of ``generate`` and not of the loop."""
+    """Raises ``NotCovered`` for settings that ``generate`` supports but the loop doesn't."""
     mode = settings.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise NotCovered(f"it is {mode.value.replace('_', ' ')}")
@@ -101,13 +101,13 @@ def check_settings(settings: GenerationConfig, inputs: dict[str, Any], synced: b
     if not inputs.get("use_cache", True):
         raise NotCovered("use_cache is False")
     for name, value in inputs.items():
-        empty = value is None or (isinstance(value, dict) and not value)  # of outputs of encoders that had no image
+        empty = value is None or (isinstance(value, dict) and not value)  # such as outputs of unused image encoders
         if name not in _KNOWN and not empty:
             raise NotCovered(f"{name} is passed")
 
 
 def check_prepared(model: PreTrainedModel, input_ids: Tensor, inputs: dict[str, Any]) -> None:
-    """Raises ``NotCovered`` if the model's class makes other positions of a prompt than those that it is given."""
+    """Raises ``NotCovered`` if the model's class changes a prompt's positions from those given."""
     prepare = type(model).prepare_inputs_for_generation  # type: ignore[attr-defined]
     positions = inputs.get("position_ids")
     if prepare is GenerationMixin.prepare_inputs_for_generation or positions is None:
@@ -129,16 +129,16 @@ def read_request(
     settings: GenerationConfig,
     inputs: dict[str, Any],
 ) -> Request:
-    """The request of a call that transformers has prepared. Raises ``NotCovered``."""
+    """The request for a call that transformers has prepared. Raises ``NotCovered``."""
     cache = inputs.get(ARGUMENT)
     cached = 0 if cache is None else int(cache.get_seq_length())
     if isinstance(cache, DynamicCache):
-        if cached or getattr(cache, "_is_user_defined", False):  # by generate, which makes one otherwise
+        if cached or getattr(cache, "_is_user_defined", False):  # otherwise generate made it
             raise NotCovered(f"{ARGUMENT} is a cache that grows; a StaticCache can be continued")
         cache = None
     mask = inputs.get("attention_mask")
     length = input_ids.shape[1]
-    # With a cache, input_ids are all tokens, or the new ones alone; the mask is that of all of them.
+    # With a cache, input_ids are all tokens, or only the new ones; the mask covers all of them.
     whole = length == (mask.shape[1] if mask is not None else getattr(settings, "_mask_length", -1))
     new = length - cached if whole else length
     if new < 1:
@@ -154,7 +154,7 @@ def read_request(
     return Request(
         input_ids=input_ids,
         new=new,
-        steps=max(1, max_length - length),  # criteria are asked after a token
+        steps=max(1, max_length - length),  # criteria are only checked after a token
         cache=cache,
         attention_mask=_left_padding(mask),
         position_ids=positions[..., positions.shape[-1] - new :],

@@ -1,7 +1,7 @@
-"""The next tokens of a batch, chosen on the device: transformers' logits processors, then the argmax or a draw.
+"""Chooses the next tokens of a batch on the device: transformers' logits processors, then the argmax or a draw.
 
-Processors that look at the scores alone are called as they are. Those that look at the tokens so far, whose number
-grows, have a form here that keeps what they need in tensors of one size. Every other processor is ``NotCovered``.
+Processors that only read the scores are called as they are. Those that read the tokens so far, whose number grows, have
+an implementation here that keeps what they need in tensors of constant size. Every other processor is ``NotCovered``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.stopping import Stops
 from qgemm.kernels.checks import FLOAT_DTYPES
 
-# They read nothing but the scores, and never wait for the device.
+# They only read the scores, and never wait for the device.
 _OF_SCORES_ALONE = (
     processors.TemperatureLogitsWarper,
     processors.TopKLogitsWarper,
@@ -31,27 +31,27 @@ _OF_SCORES_ALONE = (
 
 
 class Progress:
-    """Where a batch is: what a step reads and writes, in tensors that stay where they are.
+    """The progress of a batch: what a step reads and writes, in tensors at fixed addresses.
 
-    ``token [B, 1]`` and ``position [..., B, 1]`` are the next step's input, ``step [1]`` is how many tokens there are,
-    ``finished [B]`` says which rows have ended. Row i of ``rows [steps, B + 1]``
-    has the tokens of step i, and whether all rows have ended. ``logits [B, V]`` are those of the last forward.
-    Row i of ``largest [steps, B]`` has the largest scores of step i, of which tokens were drawn.
+    ``token [B, 1]`` and ``position [..., B, 1]`` are the next step's input, ``step [1]`` counts the tokens,
+    ``finished [B]`` tells which rows have ended. Row i of ``rows [steps, B + 1]`` contains the tokens of step i, and
+    whether all rows have ended. ``logits [B, V]`` are those of the last forward. Row i of ``largest [steps, B]``
+    contains the largest scores of step i, for drawn tokens.
     """
 
     def __init__(self, batch: int, steps: int, position: Tensor, device: torch.device) -> None:
-        """``position`` has the shape of a step's."""
+        """``position`` has the shape of a step's positions."""
         self.token = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
         self.rows = torch.zeros((steps, batch + 1), dtype=torch.int64, device=device)
         self.largest = torch.zeros((steps, batch), device=device, dtype=torch.float32)
         self.logits = torch.empty((batch, 0), device=device, dtype=torch.float32)
-        # What counts up is in one tensor: a step is made of small kernels, and each has its price.
+        # The counters share one tensor, because a step consists of small kernels, and each one costs time.
         self._counters = torch.zeros(position.numel() + 1, dtype=torch.int64, device=device)
         self.position, self.step = self._counters[:-1].view(position.shape), self._counters[-1:]
 
     def begin(self, logits: Tensor, position: Tensor) -> None:
-        """Before the first token; ``logits`` and ``position`` are those of the last token of the prompt."""
+        """Called before the first token; ``logits`` and ``position`` are those of the prompt's last token."""
         if self.logits.shape != logits.shape:
             self.logits = torch.empty_like(logits)
         self.logits.copy_(logits)
@@ -61,12 +61,12 @@ class Progress:
         self.position.copy_(position)
 
     def choose(self, scores: Tensor, ends: Tensor | None, padding: int | None, minimum: int) -> None:
-        """Counts a step, whose tokens are the first of the largest ``scores`` [B, V]: ``dispatch.choose_tokens``."""
+        """Finishes a step, whose tokens are the first of the largest ``scores`` [B, V]: ``dispatch.choose_tokens``."""
         of_largest = (self.token, self.rows, self._counters, self.finished)
         torch.ops.qgemm.choose_tokens(scores, *of_largest, ends, padding, minimum)
 
     def check_draws(self, steps: int) -> None:
-        """Raises ``RuntimeError`` if tokens of the first ``steps`` were drawn from what is no distribution."""
+        """Raises ``RuntimeError`` if a token of the first ``steps`` was drawn from an invalid distribution."""
         wrong = (~self.largest[:steps].isfinite()).any(-1).nonzero()
         if len(wrong):
             raise RuntimeError(
@@ -75,28 +75,28 @@ class Progress:
             )
 
     def finish(self, ended: Tensor) -> None:
-        """Notes that the rows ``ended`` [B] have ended with the step that was counted last."""
+        """Marks the rows ``ended`` [B] as ended with the step that was counted last."""
         self.finished.logical_or_(ended)
         self.rows[:, -1].index_copy_(0, self.step - 1, self.finished.all()[None].to(self.rows.dtype))
 
 
 class _Stage:
-    """What one processor does to scores. Stages with one ``key`` do the same; most keep nothing of the tokens."""
+    """What one processor does to scores. Stages with equal ``key`` do the same; most keep nothing about tokens."""
 
     key: Hashable
 
     def adopt(self, other: Any) -> None:
-        """Begins with the prompts of ``other``, a stage with the same key, as that would."""
+        """Starts with the prompts of ``other``, a stage with the same key."""
 
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
-        """Before the first token of ``prompt`` [B, S]."""
+        """Called before the first token, with ``prompt`` [B, S]."""
 
     def __call__(self, scores: Tensor, progress: Progress) -> Tensor:
         """The processed ``scores`` [B, V]."""
         raise NotImplementedError
 
     def observe(self, token: Tensor) -> None:
-        """After ``token`` [B, 1] was chosen."""
+        """Called after ``token`` [B, 1] was chosen."""
 
 
 class _ScoresAlone(_Stage):
@@ -110,9 +110,9 @@ class _ScoresAlone(_Stage):
 
 
 class _RepetitionPenalty(_Stage):
-    """Scores of tokens that were there: times ``penalty`` if negative, else divided by it.
+    """Scores of tokens that occurred before are multiplied by ``penalty`` if negative, otherwise divided by it.
 
-    Of each prompt, the first ``ignored`` don't count: a number, or one for each sequence [B].
+    The first ``ignored`` tokens of each prompt don't count: a number, or one for each sequence [B].
     """
 
     def __init__(self, penalty: float, ignored: int | Tensor) -> None:
@@ -125,7 +125,7 @@ class _RepetitionPenalty(_Stage):
         self._ignored = other._ignored
 
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
-        if self._seen is None:  # with a place for what isn't in the vocabulary
+        if self._seen is None:  # with an extra position for tokens outside of the vocabulary
             self._seen = torch.empty((prompt.shape[0], vocabulary + 1), dtype=torch.bool, device=prompt.device)
         ignored = torch.as_tensor(self._ignored, device=prompt.device).view(-1, 1)
         counted = torch.arange(prompt.shape[1], device=prompt.device) >= ignored
@@ -179,16 +179,17 @@ def _stage(processor: processors.LogitsProcessor, prompt_length: int) -> _Stage:
 def _in_parts(scores: Tensor) -> Tensor:
     """``scores [B, V]`` as ``[B, parts, V / parts]``.
 
-    PyTorch has one multiprocessor reduce a row: 29 us for the argmax of 128,256 values, 54 us for their softmax (H200).
+    PyTorch reduces a row on a single multiprocessor: 29 us for the argmax of 128,256 values, 54 us for their softmax
+    (H200).
     """
     parts = next(parts for parts in (256, 128, 64, 32, 16, 1) if scores.shape[-1] % parts == 0)
     return scores.view(scores.shape[0], parts, -1)
 
 
 class Sampler:
-    """Chooses the tokens of a step and writes them to ``Progress``. Samplers with one ``key`` do the same.
+    """Chooses the tokens of a step and writes them to ``Progress``. Samplers with equal ``key`` do the same.
 
-    A draw is that of ``torch.multinomial``: the argmax of probabilities, each over exponential noise.
+    A draw is that of ``torch.multinomial``: the argmax of the probabilities, each divided by exponential noise.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Sampler:
         do_sample: bool,
         padding: int | None,
     ) -> None:
-        """Raises ``NotCovered`` for a processor that isn't known. ``padding`` is for rows that have ended."""
+        """Raises ``NotCovered`` for an unknown processor. ``padding``: the token for rows that have ended."""
         self._stages = [_stage(processor, prompt_length) for processor in given]
         self._stops = stops
         self.draws = do_sample
@@ -207,12 +208,12 @@ class Sampler:
         self.key: Hashable = (*(stage.key for stage in self._stages), stops.key, do_sample, self._padding)
 
     def adopt(self, other: Sampler) -> None:
-        """Begins with the prompts of ``other``, which has the same key, as ``other`` would."""
+        """Starts with the prompts of ``other``, a sampler with the same key."""
         for stage, its in zip(self._stages, other._stages, strict=True):
             stage.adopt(its)
 
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
-        """Before the first token of ``prompt`` [B, S]."""
+        """Called before the first token, with ``prompt`` [B, S]."""
         for stage in self._stages:
             stage.begin(prompt, vocabulary)
         self._stops.begin(prompt)
@@ -227,18 +228,18 @@ class Sampler:
         return scores
 
     def _minimum(self) -> int:
-        """The step before which no end token is chosen, if that is all that is asked of scores; else 0."""
+        """The step before which no end token may be chosen, if that is the only processing of scores; else 0."""
         if self.draws or len(self._stages) != 1:
             return 0
         (stage,) = self._stages
         return stage.minimum if isinstance(stage, _NoEndBefore) and stage.ends == self._stops.ends else 0
 
     def __call__(self, progress: Progress) -> None:
-        """Chooses by ``progress.logits``."""
+        """Chooses tokens by ``progress.logits``."""
         minimum = self._minimum()
         scores = progress.logits if minimum else self.scores(progress.logits, progress)
         if self.draws:
-            # torch.multinomial waits for the device to check its argument. What softmax divides by makes no difference.
+            # torch.multinomial would wait for the device to check its argument. softmax's divisor makes no difference.
             most = _in_parts(scores).amax(-1).amax(-1, keepdim=True)
             progress.largest.index_copy_(0, progress.step, most.T)
             scores = (scores - most).exp_() / torch.empty_like(scores).exponential_()

@@ -1,6 +1,6 @@
-"""When a sequence ends, computed on the device: transformers' criteria for end tokens and for strings.
+"""Determines on the device when a sequence ends: transformers' criteria for end tokens and for strings.
 
-A maximum of time is looked at by the host, when it reads a token; a maximum of tokens is the number of steps.
+The host checks a maximum time when it reads a token; a maximum of tokens is the number of steps.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from qgemm.integrations.transformers.generate.covered import NotCovered
 
 
 class _StopStrings:
-    """The rows whose text ends with one of the criterion's strings: the criterion itself, over the last tokens."""
+    """Finds rows whose text ends with one of the criterion's strings: runs the criterion itself on the last tokens."""
 
     def __init__(self, criterion: StopStringCriteria) -> None:
         self._criterion = criterion
-        # The table of a tokenizer and its strings is made once by transformers. Held here, its id stays its own.
+        # transformers makes the table for a tokenizer and its strings once. Held here, it keeps its id.
         self._table = criterion.embedding_vec
         self.key: Hashable = (id(self._table), criterion.maximum_token_len)
         self._last: Tensor | None = None
@@ -36,7 +36,7 @@ class _StopStrings:
         length = self._criterion.maximum_token_len
         if self._last is None:
             self._last = prompt.new_empty((prompt.shape[0], length))
-        self._last.fill_(self._table.shape[0] - 1)  # the entry of tokens that match nothing
+        self._last.fill_(self._table.shape[0] - 1)  # the entry for tokens that match nothing
         tail = prompt[:, -length:]
         self._last[:, length - tail.shape[1] :] = tail
 
@@ -48,14 +48,14 @@ class _StopStrings:
 
 
 class Stops:
-    """All criteria of a call. ``deadline`` is in ``time.time()``'s seconds, ``max_length`` in tokens; or None.
+    """All criteria of a call. ``deadline``: in seconds of ``time.time()``; ``max_length``: in tokens; or None.
 
-    ``ends`` are the tokens that end a row, ``end_tokens`` a tensor of them, or None without any. ``pads`` says that a
-    row that has ended goes on with padding. Stops with one ``key`` do the same on the device.
+    ``ends``: the tokens that end a row; ``end_tokens``: a tensor of them, or None if there are none. ``pads``: whether
+    a row that has ended continues with padding. Stops with equal ``key`` do the same on the device.
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], device: torch.device) -> None:
-        """Raises ``NotCovered`` for a criterion that isn't known."""
+        """Raises ``NotCovered`` for an unknown criterion."""
         self.deadline: float | None = None
         self.max_length: int | None = None
         self.pads = False
@@ -63,7 +63,7 @@ class Stops:
         self._strings: list[_StopStrings] = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
-                # A row that has ended goes on with padding, as in transformers only if there are end tokens.
+                # As in transformers, a row that has ended continues with padding only if there are end tokens.
                 self.pads = True
                 self.ends += criterion.eos_token_id.tolist()
             elif type(criterion) is StopStringCriteria:
@@ -80,7 +80,7 @@ class Stops:
         self.key: Hashable = (tuple(self.ends), *(rule.key for rule in self._strings))
 
     def begin(self, prompt: Tensor) -> None:
-        """Before the first token of ``prompt`` [B, S]."""
+        """Called before the first token, with ``prompt`` [B, S]."""
         for rule in self._strings:
             rule.begin(prompt)
 
@@ -90,5 +90,5 @@ class Stops:
         return functools.reduce(torch.logical_or, ended) if ended else None
 
     def out_of_time(self) -> bool:
-        """Whether the maximum of time has passed."""
+        """Whether the maximum time has passed."""
         return self.deadline is not None and time.time() > self.deadline
