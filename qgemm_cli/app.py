@@ -1,4 +1,4 @@
-"""The options and the help of every command. Nothing here imports PyTorch: that is for ``commands/``."""
+"""The options and the help of every command. Nothing here imports PyTorch; only ``commands/`` does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ShardSize = Annotated[str, typer.Option(help='The maximum size of a file: a numb
 
 
 def _size(given: str) -> int | str:
-    """A number of bytes as a number, which is text on a command line."""
+    """Converts a number of bytes to an int, because command lines give text."""
     return int(given) if given.isdecimal() and given.isascii() else given
 
 
@@ -41,7 +41,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         try:
             typer.echo(metadata.version("qgemm-torch"))
-        except metadata.PackageNotFoundError:  # run from its sources, which are not installed
+        except metadata.PackageNotFoundError:  # run from sources that aren't installed
             from qgemm import __version__
 
             typer.echo(__version__)
@@ -192,7 +192,7 @@ def quantize(
 
 
 class Format(str, Enum):
-    """What ``convert`` writes."""
+    """The formats that ``convert`` writes."""
 
     QGEMM = "qgemm"
     COMPRESSED_TENSORS = "compressed-tensors"

@@ -1,7 +1,8 @@
-"""``qgemm quantize`` with a recipe, or with scales found on a text: the float model in memory, block by block.
+"""``qgemm quantize`` with a recipe, or with scales found on a text: the float model is in memory, block by block.
 
-Beside the destination lies a folder ``<destination>.calibration`` while it works: finished blocks, from which the same
-command goes on, and at the end the whole checkpoint, which then takes its place in one step.
+While it works, there is a folder ``<destination>.calibration`` beside the destination: it contains finished blocks,
+from which the same command continues, and at the end the complete checkpoint, which then replaces the destination in
+one step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FILES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class Windows:
-    """What a model is calibrated on: up to ``samples`` windows of ``length`` tokens, spread evenly over ``text``."""
+    """Calibration data: up to ``samples`` windows of ``length`` tokens, evenly spread over ``text``."""
 
     text: Path
     samples: int
@@ -42,9 +43,9 @@ class Windows:
 
 
 def parse_recipe(given: str) -> Recipe:
-    """What ``--recipe`` takes: names of methods, separated by commas, or a YAML or JSON file.
+    """Parses ``--recipe``: names of methods, separated by commas, or a YAML or JSON file.
 
-    Raises ``ValueError`` for a name that doesn't exist, or an order in which work would be lost.
+    Raises ``ValueError`` for an unknown name, or an order in which work would be lost.
     """
     if given.endswith(_FILES) or os.sep in given:
         return Recipe.load(given)
@@ -67,8 +68,8 @@ def quantize_calibrated(
 ) -> tuple[QuantReport, int]:
     """Writes the checkpoint; returns its report, and on how many windows the model ran.
 
-    Raises ``ValueError`` and ``OSError``, before the model is loaded where it can be told by then, with a sentence that
-    speaks of the command's options.
+    Raises ``ValueError`` and ``OSError``, if possible before the model is loaded, with a sentence in terms of the
+    command's options.
     """
     place = find_device(device)
     parse_size(max_shard_size)
@@ -107,10 +108,11 @@ def quantize_calibrated(
 
 
 def cut_windows(model: nn.Module, tokenizer: Any, windows: Windows) -> list[Tensor]:
-    """Windows of a text, int64 ``[length]``, evenly spread and without overlap; each as the tokenizer frames a text.
+    """Windows of a text, int64 ``[length]``, evenly spread and without overlap, each framed as the tokenizer does.
 
-    ``length`` is cut to what the model has positions for. Fewer than ``samples``, with a warning, if the text has no
-    more. Raises ``ValueError`` if it has none, or if the model doesn't run on tokens alone.
+    ``length`` is reduced to the number of positions that the model has. There are fewer than ``samples`` windows, with
+    a warning, if the text is short. Raises ``ValueError`` if there is none, or if the model doesn't run on tokens
+    alone.
     """
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False) or getattr(model, "main_input_name", "") != "input_ids":
@@ -140,7 +142,7 @@ def cut_windows(model: nn.Module, tokenizer: Any, windows: Windows) -> list[Tens
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
+    """The tokens that the tokenizer puts before and after a text."""
     framed, plain = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (True, False))
     for place in range(len(framed) - len(plain) + 1):
         if plain and framed[place : place + len(plain)] == plain:
@@ -149,7 +151,7 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def check_text(wanted: Quantization, windows: Windows | None, calibration: Calibration | None = None) -> None:
-    """Raises ``ValueError`` if there is no text and something needs one, or the other way round."""
+    """Raises ``ValueError`` if something needs a text and there is none, or vice versa."""
     schemes = list(filter(None, wanted.schemes.values()))
     wanting = wanted.wanting_data(schemes)
     if calibration is not None:

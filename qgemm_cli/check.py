@@ -1,8 +1,8 @@
-"""Is the output right? Asked before anything is timed.
+"""Checks outputs before anything is timed.
 
-Every row of the output is compared with a float64 product of the unquantized operands, in parts of 2,048 columns: the
-error of a part of a row is ``||out - reference|| / ||reference||``, and the largest one counts. One wrong tile, or one
-block of K left out, stands out in its rows; in a norm over the whole output it could hide.
+Every row of the output is compared with a float64 product of the unquantized operands, in parts of 2,048 columns. The
+error of a part of a row is ``||out - reference|| / ||reference||``, and the largest one counts. A wrong tile, or a
+missing block of K, stands out in its rows, while a norm over the whole output could hide it.
 """
 
 import torch
@@ -12,9 +12,9 @@ PART = 2048
 
 
 def largest_errors(x: Tensor, weight: Tensor, outputs: dict[str, Tensor], part: int = PART) -> dict[str, float]:
-    """By name, the largest relative error of a part of a row of each output ``[M, N]`` against ``x @ weight.T``.
+    """By name, the largest relative error of a part of a row of each output ``[M, N]`` compared with ``x @ weight.T``.
 
-    Infinite for an output with NaN or Inf, or of another shape. ``part``: its columns.
+    Infinite for an output with NaN or Inf, or with a different shape. ``part``: its number of columns.
     """
     M, N = x.shape[0], weight.shape[0]
     errors = {name: 0.0 if out.shape == (M, N) else torch.inf for name, out in outputs.items()}

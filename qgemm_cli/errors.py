@@ -1,4 +1,4 @@
-"""Exit codes, and how a command fails: one sentence on standard error, no traceback."""
+"""Exit codes, and the way a command fails: with one sentence on standard error, without a traceback."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ PIPE_CLOSED = 141
 
 @contextmanager
 def running(command: Callable[..., Any], debug: bool) -> Iterator[None]:
-    """Around the work of ``command``: errors end it with exit code 2 and one sentence, Ctrl-C and SIGTERM with 130.
+    """Surrounds the work of ``command``: errors exit with code 2 and one sentence, Ctrl-C and SIGTERM with 130.
 
-    ``debug`` shows where an error came from. Warnings are shown in a line each. Both speak of the command's options.
+    ``debug`` shows where an error came from. Warnings are shown in one line each. Both are in terms of the command's
+    options.
     """
-    # Not every encoding has all letters that files are called by.
+    # Not every encoding has all characters that file names contain.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding != "utf-8":
         sys.stdout.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings(), _interrupted_by_sigterm():
-        warnings.showwarning = partial(_show_warning, command)  # type: ignore[assignment]  # put back by catch_warnings
+        warnings.showwarning = partial(_show_warning, command)  # type: ignore[assignment]  # restored by catch_warnings
         try:
             yield
         except KeyboardInterrupt as interrupt:
@@ -46,7 +47,7 @@ def running(command: Callable[..., Any], debug: bool) -> Iterator[None]:
         except typer.Exit:
             raise
         except BrokenPipeError:
-            # Whoever reads has had enough. Nothing more is written there, not as Python ends either.
+            # The reader has closed the pipe. Nothing more is written to it, not even when Python ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(PIPE_CLOSED) from None
         except Exception as error:
@@ -59,7 +60,7 @@ def running(command: Callable[..., Any], debug: bool) -> Iterator[None]:
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    # By which schedulers end a job; it then says how it goes on. Other threads than the main one can't ask for that.
+    # Schedulers end a job with SIGTERM; the job then tells how to continue. Only the main thread can set a handler.
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -71,9 +72,9 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def describe(error: Exception, command: Callable[..., Any]) -> str:
-    """An error in one line. One that isn't meant for users is called by its kind, and by how to see where it was."""
+    """An error in one line. An error not meant for users is shown with its type, and with the way to see its origin."""
     said = re.sub(r"^\[Errno \d+\] ", "", str(error)) if isinstance(error, OSError) else str(error)
-    if (why := getattr(error, "why", None)) is not None:  # of an UnknownModel, of a module that imports PyTorch
+    if (why := getattr(error, "why", None)) is not None:  # an UnknownModel, whose module would import PyTorch
         said = f"{why}, and the command builds no other: use qgemm in Python"
     text = printable(in_options(" ".join(said.split()), command), limit=2000)
     if isinstance(error, (ValueError, OSError, ImportError)) and text:
@@ -82,6 +83,6 @@ def describe(error: Exception, command: Callable[..., Any]) -> str:
 
 
 def _show_warning(command: Callable[..., Any], message: Warning | str, category: type[Warning], *_: object) -> None:
-    # Deprecations inside of libraries are nothing that somebody at a prompt can mend.
+    # Users can't do anything about deprecations inside libraries.
     if not issubclass(category, (DeprecationWarning, PendingDeprecationWarning, FutureWarning)):
         print(f"warning: {printable(in_options(' '.join(str(message).split()), command), limit=2000)}", file=sys.stderr)

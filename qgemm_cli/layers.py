@@ -1,4 +1,4 @@
-"""What layers the tensors of a checkpoint are, told by their names, shapes and dtypes alone: no model is built.
+"""The layers that a checkpoint's tensors form, according to names, shapes and dtypes: no model is built.
 
 | format | a layer ``[N, K]`` in the files |
 |---|---|
@@ -40,12 +40,12 @@ _EMBEDDING = re.compile(r"embed(?!_out)|^wte$|^wpe$|^shared$|relative_attention_
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A layer, or what else one module holds.
+    """A layer, or another part of a module's tensors.
 
     - ``kind``: ``"linear"``, ``"experts"`` (the weights of all experts in one tensor), ``"embedding"`` or ``"other"``.
-    - ``storage``: what its weight is stored as: ``"int8"``, ``"fp8"``, ``"int4"``, or a float dtype's name.
-    - ``shape``: of the weight as it is multiplied, ``[N, K]``, whatever it is packed into.
-    - ``tensors``: by what follows the layer's name.
+    - ``storage``: how its weight is stored: ``"int8"``, ``"fp8"``, ``"int4"``, or a float dtype's name.
+    - ``shape``: of the weight in the product, ``[N, K]``, however it is packed.
+    - ``tensors``: by the rest of their names after the layer's name.
     """
 
     name: str
@@ -56,27 +56,27 @@ class StoredLayer:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its weight is stored in less than 16 bits."""
+        """Whether its weight is stored in fewer than 16 bits."""
         return self.storage.startswith(("int", "uint", "fp8", "nf4", "fp4")) and self.kind in MATRICES
 
     @property
     def module(self) -> str:
-        """The module that holds it: of experts, whose two weights are a layer each, the name without the weight's."""
+        """The module that contains it: for experts, whose two weights are two layers, the name without the weight's."""
         return self.name.rpartition(".")[0] if self.kind == "experts" else self.name
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors, as they are stored."""
+        """The size of its tensors as they are stored, in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def weights(self) -> int:
-        """How many numbers the weight has."""
+        """The number of values in the weight."""
         return math.prod(self.shape)
 
     @property
     def scales(self) -> dict[str, StoredTensor]:
-        """The tensors that its weight is multiplied by, by their full names."""
+        """The tensors that multiply its weight, by their full names."""
         return {self.full_name(leaf): tensor for leaf, tensor in self.tensors.items() if is_scale(leaf)}
 
     def full_name(self, leaf: str) -> str:
@@ -87,12 +87,12 @@ class StoredLayer:
 
 
 def is_scale(leaf: str) -> bool:
-    """Whether a tensor of this name, without its layer's, scales values."""
+    """Whether a tensor with this name, without its layer's name, is a scale."""
     return leaf == "SCB" or leaf.endswith(("scale", "scales", "scale_inv", "absmax"))
 
 
 def find_layers(checkpoint: Checkpoint) -> list[StoredLayer]:
-    """The layers that ``checkpoint`` holds, in its order; packed weights have 4 bits if the config doesn't say."""
+    """The layers in ``checkpoint``, in its order; packed weights have 4 bits unless the config says otherwise."""
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in checkpoint.stored.items():
         if match := _FOUR_BIT_STATE.fullmatch(name):
@@ -135,20 +135,20 @@ def _is_experts(leaf: str, tensor: StoredTensor) -> bool:
 def _own_experts(
     module: str, leaf: str, shapes: dict[str, tuple[int, ...]], contents: Contents | None
 ) -> tuple[str, tuple[int, ...]] | None:
-    """Of packed experts in qgemm's own format: how long rows are, the other weight's rows say."""
+    """For packed experts in qgemm's own format: the length of rows follows from the rows of the other weight."""
     first, second = (shapes.get(name) for name in ("gate_up_proj", "down_proj"))
     scheme = None if contents is None else contents.manifest.layers.get(module)
     if scheme is None or scheme.weight.format.bits != 4 or first is None or second is None:
         return None
     if leaf == "gate_up_proj":
         return scheme.weight.dtype, (*first[:2], second[1])
-    # Half of them where there are gates and ups.
+    # Half of them if there are gates and ups.
     fitting = [K for K in (first[1] // 2, first[1]) if packed_width(K) == second[2]]
     return None if not fitting else (scheme.weight.dtype, (*second[:2], fitting[0]))
 
 
 def _experts_storage(leaf: str, tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
-    if leaf.endswith("_blocks"):  # gpt-oss: two values of 4 bits in a byte
+    if leaf.endswith("_blocks"):  # gpt-oss: two 4-bit values per byte
         experts, n, groups, half = tensor.shape
         return "fp4", (experts, n, 2 * groups * half)
     return _value_name(tensor.dtype), tensor.shape
@@ -157,7 +157,7 @@ def _experts_storage(leaf: str, tensor: StoredTensor) -> tuple[str, tuple[int, .
 def _known(
     module: str, tensors: dict[str, StoredTensor], contents: Contents | None
 ) -> tuple[str, str, tuple[int, ...]] | None:
-    """One with packed rows whose length a reader knows."""
+    """A layer with packed rows whose length a reader knows."""
     if contents is None:
         return None
     manifest, weight, shape = contents.manifest, tensors.get("weight"), contents.shapes.get(module)
@@ -198,7 +198,7 @@ def _plain(module: str, tensors: dict[str, StoredTensor]) -> tuple[str, str, tup
     if weight.dtype in FLOAT_DTYPES:
         (n, k), bias = weight.shape, tensors.get("bias")
         if bias is not None and bias.shape == (k,) != (n,):
-            n, k = k, n  # transformers' Conv1D holds its float weight as [K, N]
+            n, k = k, n  # transformers' Conv1D stores its float weight as [K, N]
         return "embedding" if is_embedding else "linear", dtype_name(weight.dtype), (n, k)
     return None
 
@@ -213,7 +213,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def coverage(layers: Iterable[StoredLayer]) -> float | None:
-    """The share of the weights of linear layers and experts that is quantized, 0 to 1; None if there are none."""
+    """The quantized fraction of the weights of linear layers and experts, 0 to 1; None if there are none."""
     matrices = [layer for layer in layers if layer.kind in MATRICES]
     total = sum(layer.weights for layer in matrices)
     return sum(layer.weights for layer in matrices if layer.is_quantized) / total if total else None

@@ -1,4 +1,4 @@
-"""How far the outputs of two language models are apart, over a text: divergence, agreement, perplexity."""
+"""How much the outputs of two language models differ over a text: divergence, agreement, perplexity."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import open_source
 from qgemm_cli.reading import FLOAT, Checkpoint
 
-_ROWS = 16  # of logits, in float64 at a time: a vocabulary of 150,000 takes 20 MB
+_ROWS = 16  # of logits at a time, in float64: with a vocabulary of 150,000 they take 20 MB
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> nn.Module:
-    """The model in ``checkpoint``, in eval mode: quantized as qgemm loads it, float as transformers does.
+    """Loads the model in ``checkpoint``, in eval mode: a quantized one with qgemm, a float one with transformers.
 
-    Raises ``CheckpointError`` for a checkpoint that neither loads.
+    Raises ``CheckpointError`` for a checkpoint that neither can load.
     """
     if checkpoint.folder is not None and checkpoint.contents is not None:
         return qgemm.load_quantized(checkpoint.folder, device)
@@ -31,18 +31,18 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> nn.Module:
 
 
 def build_float(checkpoint: Checkpoint) -> Any:
-    """The float model in ``checkpoint`` on meta; raises as ``load_model``."""
+    """Builds the float model in ``checkpoint`` on meta; raises as ``load_model`` does."""
     if checkpoint.folder is None:
         raise CheckpointError(f"{checkpoint.path} is a single file: to run a model, give its folder")
     if checkpoint.format != FLOAT:
         raise CheckpointError(checkpoint.refusal or checkpoint.problems[0])
-    # The model on meta has been built from a config that was checked: its class, and what of its config is safe.
+    # The model on meta was built from a checked config; its class and the safe parts of its config are used here.
     with open_source(checkpoint.folder) as source:
         return plan_loading(source, drop=["*"]).model
 
 
 def load_float(checkpoint: Checkpoint, built: Any, device: torch.device) -> nn.Module:
-    """The float model in ``checkpoint``, of which ``built`` is on meta, in eval mode."""
+    """Loads the float model in ``checkpoint``, in eval mode; ``built`` is the model on meta."""
     with _bars_on_a_terminal():
         model = type(built).from_pretrained(
             checkpoint.folder,
@@ -57,7 +57,7 @@ def load_float(checkpoint: Checkpoint, built: Any, device: torch.device) -> nn.M
 
 @contextmanager
 def _bars_on_a_terminal() -> Iterator[None]:
-    """Inside, transformers shows progress on a terminal only, as qgemm does."""
+    """Inside, transformers shows progress bars only on a terminal, as qgemm does."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -76,7 +76,7 @@ def read_tokens(text: Path, folders: list[Path], most: int) -> Tensor:
     Raises ``ValueError`` if there is none, or if the text is too short to predict anything.
     """
     tokenizer = load_tokenizer(folders, "pass --tokenizer FOLDER")
-    # A token has one character at the least on average; a huge file is not read whole.
+    # On average a token has at least one character, so a huge file needn't be read whole.
     with text.open(encoding="utf-8") as file:
         content = file.read(_CHARACTERS_A_TOKEN * most)
     tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"][:most], dtype=torch.int64)
@@ -86,7 +86,7 @@ def read_tokens(text: Path, folders: list[Path], most: int) -> Tensor:
 
 
 def load_tokenizer(folders: list[Path], way_out: str = "save the tokenizer there") -> Any:
-    """The first tokenizer in ``folders``; raises ``ValueError`` if there is none, with what to do then."""
+    """The first tokenizer in ``folders``; raises ``ValueError``, with the way out, if there is none."""
     from transformers import AutoTokenizer
 
     with_one = [folder for folder in folders if any((folder / name).is_file() for name in _TOKENIZER_FILES)]
@@ -103,9 +103,9 @@ _CHARACTERS_A_TOKEN = 16
 def compare_logits(
     a: nn.Module, b: nn.Module, tokens: Tensor, window: int, advance: Callable[[float], object]
 ) -> dict[str, Any]:
-    """Runs both models over ``tokens`` ``[T]``, in windows that don't see each other.
+    """Runs both models over ``tokens`` ``[T]``, in independent windows.
 
-    The divergence is ``sum(p_a * (log p_a - log p_b))`` over the vocabulary, in nats, at each token.
+    The divergence is ``sum(p_a * (log p_a - log p_b))`` over the vocabulary, in nats, for each token.
     """
     limits = (getattr(model.config, "max_position_embeddings", None) for model in (a, b))
     window = min([window, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
@@ -121,7 +121,7 @@ def compare_logits(
             for name, log in (("a", log_a), ("b", log_b)):
                 losses[name].append(-log.cpu().gather(1, following[:, None])[:, 0])
         for parts_of_one in losses.values():
-            parts_of_one[-1] = parts_of_one[-1][:-1]  # what follows the last token of a window isn't known
+            parts_of_one[-1] = parts_of_one[-1][:-1]  # the token after the last one of a window isn't known
         advance(ids.numel())
     divergence, agreement = torch.cat(divergences), torch.cat(agreements)
     perplexities = {name: float(torch.cat(parts).mean().exp()) for name, parts in losses.items()}

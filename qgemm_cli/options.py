@@ -1,7 +1,8 @@
-"""``in_options``: what qgemm says of a function's arguments, said of the options of the command that was given.
+"""``in_options``: translates qgemm's messages about arguments to the options of the command that was given.
 
 qgemm's errors and warnings name arguments: ``max_shard_size is 'big'``, ``pass resume=False``. A command's parameters
-are called as those arguments are, so its signature says which option stands for which, and no message is written twice.
+have the names of these arguments, so its signature tells which option stands for which, and no message is written
+twice.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 
 from typer.models import OptionInfo
 
-# Arguments whose option is called otherwise.
+# Arguments whose option has another name.
 _CALLED = {"calibration": "text", "format": "to"}
 
 
 def in_options(message: str, command: Callable[..., Any]) -> str:
-    """``message`` with the options of ``command``, a function in ``app.py``, for arguments of the same names."""
+    """``message`` with the options of ``command``, a function in ``app.py``, in place of arguments of those names."""
     options = options_of(command)
     options |= {argument: options[name] for argument, name in _CALLED.items() if name in options}
     for argument, (shown, opposite, value) in options.items():
@@ -29,14 +30,14 @@ def in_options(message: str, command: Callable[..., Any]) -> str:
 
 
 def options_of(command: Callable[..., Any]) -> dict[str, tuple[str, str, str]]:
-    """By parameter: its option, the one that means False (the same if there is none), and what its value is called."""
+    """By parameter: its option, the option that means False (the same if there is none), and its value's name."""
     options = {}
     hints = typing.get_type_hints(command, include_extras=True)
     for name in inspect.signature(command).parameters:
         kind, *details = typing.get_args(hints[name]) or (hints[name],)
         info = next((detail for detail in details if isinstance(detail, OptionInfo)), None)
         if info is not None:
-            # Inside of Annotated, Typer takes an option's own name for its first argument, the default.
+            # Inside Annotated, Typer treats an option's own name as its first argument, the default.
             named = [given for given in (info.default, *(info.param_decls or ())) if isinstance(given, str)]
             option = (named or [f"--{name.replace('_', '-')}"])[0]
             is_switch = kind is bool and not named
@@ -57,7 +58,7 @@ def _replaced(message: str, argument: str, shown: str, opposite: str, value: str
     ]
     if "_" in argument:
         forms.append((rf"\b{argument}\b", shown))
-    else:  # a word of every day is an argument only where it can't be anything else
+    else:  # a common word is only an argument where it can't be anything else
         forms.append((rf"^{argument}(?=:| (is|was|holds|comes)\b)", shown))
         forms.append((rf"\b(in|as|pass) {argument}\b", rf"\1 {shown}"))
     for form, replacement in forms:

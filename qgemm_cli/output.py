@@ -1,4 +1,4 @@
-"""What a command prints: tables for people, one JSON document for programs, sizes and names that are safe to show."""
+"""A command's output: tables as text, one JSON document for programs, sizes, and names that are safe to show."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-_LEAST_WIDTH = 16  # of a column of text, if it has as much; beyond, text is folded first
-_WIDTH_OF_A_PIPE = 1000  # a file or another program has no width: nothing is cut there
+_LEAST_WIDTH = 16  # of a text column that is at least as wide; text is folded down to this first
+_WIDTH_OF_A_PIPE = 1000  # files and pipes have no width: nothing is cut for them
 
 
 def printable(text: str, limit: int = 120) -> str:
-    """``text`` with what a terminal would act on, such as escape sequences, spelled out; cut in its middle if long."""
+    """``text`` with what would control a terminal, such as escape sequences, spelled out; a long text is cut inside."""
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]}...{text[-half:]}"
@@ -28,7 +28,7 @@ def printable(text: str, limit: int = 120) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people: ``"1.5 GB"`` is 1.5 * 10^9."""
+    """Bytes in readable form: ``"1.5 GB"`` is 1.5 * 10^9."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5 or unit == "GB":
             break
@@ -37,7 +37,7 @@ def size(count: float) -> str:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """One JSON document on standard output; NaN and infinities, which JSON lacks, become null."""
+    """Prints one JSON document to standard output; NaN and infinities, which JSON lacks, become null."""
     print(json.dumps(_finite(document), indent=2, allow_nan=False), flush=True)
 
 
@@ -50,17 +50,17 @@ def _finite(value: Any) -> Any:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Plain lines on standard output, wrapped where a terminal ends."""
+    """Prints plain lines to standard output, wrapped at a terminal's width."""
     console = _console()
     for line in lines:
         console.print(Text(line))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int]) -> None:
-    """A table on standard output; ``right`` has the columns that are aligned to the right.
+    """Prints a table to standard output; ``right``: the columns that are aligned to the right.
 
-    Where a terminal is too narrow for it, text is folded, never numbers; where that isn't enough, each row is a block
-    of lines, its first cell ahead of the others with their columns' names.
+    If a terminal is too narrow, text is folded, but numbers never are; if that isn't enough, each row becomes a block
+    of lines: its first cell, followed by the others with their columns' names.
     """
     console, numeric = _console(), set(right)
     cells = [list(row) for row in rows]
@@ -86,12 +86,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: It
     for index, (name, width) in enumerate(zip(columns, _shrunk(natural, least, room), strict=True)):
         table.add_column(name, justify="right" if index in numeric else "left", overflow="fold", width=width)
     for row in cells:
-        table.add_row(*map(Text, row))  # Text: a name in brackets is no markup
+        table.add_row(*map(Text, row))  # Text, because names in brackets aren't markup
     console.print(table)
 
 
 def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Widths that fit into ``room``: the widest column gives first, none falls below its least."""
+    """Widths that fit into ``room``: the widest column shrinks first, and none falls below its minimum."""
     widths = list(natural)
     while sum(widths) > room:
         widths[max((i for i in range(len(widths)) if widths[i] > least[i]), key=widths.__getitem__)] -= 1
@@ -108,7 +108,7 @@ def _blocks(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[T
 
 class _Output(Console):
     def on_broken_pipe(self) -> None:
-        raise  # Rich would end with 1, which stands for problems found
+        raise  # Rich would exit with 1, which means problems found
 
 
 def _console() -> Console:
@@ -117,15 +117,15 @@ def _console() -> Console:
 
 
 class Advance(Protocol):
-    """How a loop tells of its progress."""
+    """The function by which a loop reports its progress."""
 
     def __call__(self, amount: float) -> None:
-        """``amount`` more is done."""
+        """Reports that ``amount`` more is finished."""
 
 
 @contextmanager
 def progress_bar(title: str, total: float, shown: bool) -> Iterator[Advance]:
-    """A bar on standard error while the block runs, if ``shown`` and if that is a terminal."""
+    """Shows a bar on standard error while the block runs, if ``shown`` and if that is a terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -1,7 +1,7 @@
-"""``pair_weights``: which weights of two checkpoints are the same one, by their names.
+"""``pair_weights``: matches the weights of two checkpoints by their names.
 
-Tensors of a float checkpoint, and of another library's, go by the names that the model gives them, or by those in the
-files, whichever the other checkpoint shares; those of qgemm's own have the names of the model.
+Tensors of a float checkpoint, and of another library's, have the model's names or those in the files, whichever the
+other checkpoint shares; those in qgemm's own format have the model's names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_PREFIXES = 32
 
 @dataclass(frozen=True)
 class Pairing:
-    """The tensors of two checkpoints by name, and for each of ``b`` that is in ``a`` too, its name there."""
+    """The tensors of two checkpoints by name, and for each tensor of ``b`` that is also in ``a``, its name there."""
 
     a: dict[str, FloatTensor]
     b: dict[str, FloatTensor]
@@ -44,15 +44,15 @@ class Pairing:
 
     @property
     def values(self) -> int:
-        """How many numbers the tensors in both have."""
+        """The number of values in the tensors that both have."""
         return sum(math.prod(self.b[name].shape) for name in self.names_in_a)
 
 
 def pair_weights(a: Checkpoint, b: Checkpoint, source_a: Source, source_b: Source) -> Pairing:
-    """Under which names the two have the most in common: those of the model, or those in the files.
+    """Pairs tensors by the names that give the most in common: those of the model, or those in the files.
 
-    Integers that aren't quantized are left out. Raises ``CheckpointError`` if the two have no tensor in common, and for
-    weights in a format that isn't dequantized here.
+    Integers that aren't quantized weights are left out. Raises ``CheckpointError`` if the two have no tensor in common,
+    and for weights in a format that isn't dequantized here.
     """
     pairings = [
         _pair(weights_a, weights_b, {} if b.contents is None else b.contents.manifest.tied)
@@ -73,7 +73,7 @@ def _pair(a: dict[str, FloatTensor], b: dict[str, FloatTensor], tied_in_b: dict[
 
 
 def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, FloatTensor]]:
-    """The tensors of ``checkpoint`` by the model's names, if they are known, and by those in the files."""
+    """The tensors of ``checkpoint`` by the model's names, if they are known, and by the names in the files."""
     contents = checkpoint.contents
     if contents is not None and contents.is_foreign and checkpoint.folder is not None:
         by_model = _of_model(checkpoint.folder, contents)
@@ -87,7 +87,7 @@ def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, Floa
     if checkpoint.format == FLOAT and checkpoint.config:
         try:
             loading = plan_loading(source, drop=["*"])
-        except (CheckpointError, ImportError):  # not of transformers
+        except (CheckpointError, ImportError):  # not a transformers model
             return [in_files]
         tensors = {name: tensor for name, tensor in loading.tensors.items() if tensor.dtype.is_floating_point}
         return [_order_experts(tensors, loading.model), in_files]
@@ -95,10 +95,10 @@ def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, Floa
 
 
 def _of_model(folder: Path, contents: Contents) -> dict[str, FloatTensor]:
-    """The tensors of another library's checkpoint, as ``load_quantized`` takes them; none of a model it can't build.
+    """The tensors of another library's checkpoint, as ``load_quantized`` makes them; empty if the model can't be built.
 
-    Experts have the names and order of ``QuantExperts``. Raises ``CheckpointError`` for values that it refuses though
-    no tensor is made of them; ``contents``: those by the names in the files.
+    Experts have the names and the order of ``QuantExperts``. Raises ``CheckpointError`` also for invalid values in
+    tensors that the model doesn't use; ``contents``: the tensors by their names in the files.
     """
     try:
         found = find_matching(folder)
@@ -135,14 +135,14 @@ def _in_files(checkpoint: Checkpoint, source: Source) -> dict[str, FloatTensor]:
 
 
 def _order_experts(tensors: dict[str, FloatTensor], model: nn.Module) -> dict[str, FloatTensor]:
-    """``tensors`` of the float ``model``, those of experts under the names and in the order of ``QuantExperts``."""
+    """``tensors`` of the float ``model``; those of experts get the names and the order of ``QuantExperts``."""
     ordered = dict(tensors)
     for module_name, module in model.named_modules():
         if all(parameter.ndim != 3 for parameter in module.parameters(recurse=False)):
             continue
         try:
             layout = describe_experts(module)
-        except UnknownExperts:  # then they aren't quantized either
+        except UnknownExperts:  # in this case they aren't quantized either
             continue
         own = {name: ordered.pop(f"{module_name}.{theirs}", None) for name, theirs in layout.parameters.items()}
         for name, tensor in own.items():
@@ -161,7 +161,7 @@ def _of_layer(layer: StoredLayer, source: Source, scheme: QuantScheme | None) ->
         others = tuple(leaf for leaf in layer.tensors if leaf != "_bias")
     elif scheme is not None and kind not in (QuantLinear, BlockScaledLinear):
         yield layer.full_name(main), Restored(source, layer, scheme)
-        # What is part of the weight, and a bias that isn't the float layer's.
+        # Other parts of the weight, and a bias that differs from the float layer's.
         others = kind.row_names + kind.index_names
     elif layer.is_quantized:
         leaf = next(
@@ -189,14 +189,14 @@ def _of_foreign(layer: StoredLayer, source: Source, contents: Contents) -> Itera
 
 def _as_stored(source: Source, name: str) -> FloatTensor:
     found = stored_float(source, name, torch.float32)
-    found.shape = found.shape or (1,)  # one number has either shape, by the format
+    found.shape = found.shape or (1,)  # a single number has either shape, depending on the format
     return found
 
 
 def match_names(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
     """For each of ``names`` that is also in ``others``, the name there.
 
-    One of the two may have a prefix on all of them, as a model inside of another has (``model.layers...``).
+    All names of one side may have a prefix, as in a model inside of another one (``model.layers...``).
     """
     names, known = list(names), set(others)
     best: dict[str, str] = {}
@@ -212,9 +212,9 @@ def match_names(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
 
 
 def _prefixes(names: list[str], others: set[str]) -> list[str]:
-    """What ``others`` might have before ``names``: the shortest of what they have before the longest of these.
+    """Possible prefixes of ``names`` in ``others``: the shortest of those before the longest names.
 
-    No model is a part of so many; each one is tried on every name.
+    No model is a part of so many others; each prefix is tried on every name.
     """
     longest = max(names, key=len, default="")
     found = {other.removesuffix(longest) for other in others if other.endswith(f".{longest}")}

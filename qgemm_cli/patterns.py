@@ -1,11 +1,11 @@
-"""Names of the same shape in one line: ``model.layers.{0..31}.mlp.up_proj``."""
+"""Shows names with the same pattern in one line: ``model.layers.{0..31}.mlp.up_proj``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-# Longer numbers are no positions in a list, and Python refuses to read those of thousands of digits.
+# Longer numbers aren't positions in a list, and Python refuses to parse those of thousands of digits.
 _NUMBER = re.compile(r"(?<![^.])\d{1,6}(?![^.])")
 
 
@@ -15,7 +15,7 @@ def pattern_of(name: str) -> str:
 
 
 def collapse(names: Iterable[str]) -> str:
-    """Names that have one pattern, as one: each place shows the numbers that are there in some name."""
+    """Shows names with the same pattern as one: each place has the numbers that occur there."""
     numbers: list[set[int]] = []
     pattern = ""
     for name in names:

@@ -1,7 +1,7 @@
-"""Opens a checkpoint of any format by its headers: what it is, what it holds, and what is wrong with it.
+"""Opens a checkpoint of any format by its headers: its format, its contents, and its problems.
 
-Nothing is built and no values are read. Files come from anywhere: names are only followed to files in the folder, and
-a damaged file is a problem to report, so that the rest is still shown.
+No model is built and no values are read. Files may come from untrusted sources: names are only followed to files in the
+folder, and a damaged file is reported as a problem, so that the rest is still shown.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ UNKNOWN = "unknown"
 
 @dataclass
 class Checkpoint:
-    """A checkpoint, read as far as it can be.
+    """A checkpoint, as far as it can be read.
 
     - ``folder``: None for a single file, whose ``config`` is empty.
     - ``format``: ``"qgemm"``, ``"compressed-tensors"``, ``"bitsandbytes"``, ``"gptq"``, ``"awq"``, ``"fp8"``,
       ``"torchao"``, ``"float"``, ``"unknown"``, or another ``quant_method`` that the config names.
-    - ``variant``: more of it in words, such as ``"int-quantized"`` or ``"4 bits"``; ``bits`` of packed weights.
-    - ``contents``: as ``load_quantized`` sees it, or None with the ``refusal`` that it would raise.
+    - ``variant``: a more detailed description, such as ``"int-quantized"`` or ``"4 bits"``; ``bits``: of packed
+      weights.
+    - ``contents``: as ``load_quantized`` reads it, or None with the ``refusal`` that it would raise.
     - ``problems``: what is wrong with the files.
     """
 
@@ -61,14 +62,14 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        """Those that hold tensors."""
+        """The files with tensors."""
         return sorted({tensor.path for tensor in self.stored.values()})
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at ``path``: a folder, its index, or a single safetensors file.
+    """Opens the checkpoint at ``path``: a folder, its index, or a single safetensors file.
 
-    Raises ``CheckpointError`` if there is none, or nothing of it can be read.
+    Raises ``CheckpointError`` if there is none, or if nothing of it can be read.
     """
     if path.name == INDEX_FILE and not path.is_dir():
         path = path.parent
@@ -112,11 +113,11 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _salvage(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """The tensors of all files that can be read, and what is wrong with the others."""
+    """The tensors of all files that can be read, and the problems of the others."""
     stored: dict[str, StoredTensor] = {}
     problems = []
     names = [name for name in checkpoint_files(folder) if name.endswith(".safetensors")]
-    if not names:  # a file of another name, if there is one
+    if not names:  # there may be a file with another name
         others = sorted(path.name for path in folder.glob("*.safetensors"))
         names = others if len(others) == 1 else []
     for name in names:
@@ -164,7 +165,7 @@ def _identify(checkpoint: Checkpoint) -> None:
 
 
 def _bits(quantization: dict[str, Any]) -> int | None:
-    """Of packed weights, by the config; None if it doesn't say, or says what can't be."""
+    """The bits of packed weights according to the config; None if it doesn't say, or the value is impossible."""
     groups = quantization.get("config_groups")
     found = [quantization.get("bits"), quantization.get("w_bit")]
     for group in groups.values() if isinstance(groups, dict) else ():

@@ -1,7 +1,7 @@
-"""What loading would refuse of a checkpoint's values, which are read and made as ``load_quantized`` does, then let go.
+"""Finds values in a checkpoint that loading would refuse: converts them as ``load_quantized`` does, and drops them.
 
-Which biases a layer may have, a model says: one of transformers is built for another library's files, without values.
-Of any other model, layers are known by their schemes alone.
+Which layers have biases depends on the model: for another library's files, a transformers model is built, without
+values. For any other model, layers are known only by their schemes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from qgemm.nn.kinds import meta_linear
 from qgemm.scheme import QuantScheme
 
 Owners = dict[str, tuple[QuantLayer, str]]
-"""The layer that holds each tensor, and what the layer calls it."""
+"""The layer of each tensor, and the layer's name for it."""
 
 _CPU = torch.device("cpu")
-_COLUMNS = 256  # whose number no check of values asks for, unless it is that of a linear layer
+_COLUMNS = 256  # no check of values depends on the number of columns, except a linear layer's own
 
 
 class ValuesAsLoaded:
-    """The quantized layers of another library's checkpoint, whose values ``find_problems`` looks at.
+    """The quantized layers of another library's checkpoint, whose values ``find_problems`` checks.
 
-    ``refusal``: why they don't go into the model that its config describes; empty if they do, or there is none.
+    ``refusal``: why they don't fit the model that the config describes; empty if they do, or if there is no model.
     """
 
     def __init__(self, folder: Path, contents: Contents) -> None:
-        """``contents``: those of ``folder``, which are used if no model can be built for it."""
+        """``contents``: those of ``folder``, used if no model can be built for it."""
         self.refusal = ""
         try:
             found = find_matching(folder)
             self._contents, self._owners = found.contents, found.owners
-            contents.notes = found.contents.notes  # those of the model, too
+            contents.notes = found.contents.notes  # including those about the model
         except (CheckpointError, ImportError) as error:
             if not isinstance(error, UnknownModel | ImportError):
                 self.refusal = str(error)
@@ -56,7 +56,7 @@ class ValuesAsLoaded:
         }
 
     def find_problems(self, advance: Callable[[float], object]) -> list[str]:
-        """What ``load_quantized`` would raise an error for."""
+        """The errors that ``load_quantized`` would raise."""
         found: list[CheckpointError] = []
         try:
             check_unheld(self._contents, advance, found.append)
@@ -69,7 +69,7 @@ class ValuesAsLoaded:
 
 
 def find_owners(contents: Contents) -> Owners:
-    """The layer of each quantized tensor in ``contents`` and what the layer calls it, by the schemes of the layers."""
+    """The layer of each quantized tensor in ``contents``, and the layer's name for it, by the layers' schemes."""
     layers: dict[str, QuantLayer] = {}
     owners: Owners = {}
     for name, tensor in contents.headers.items():
@@ -90,7 +90,7 @@ def find_owners(contents: Contents) -> Owners:
 def _layer_of(scheme: QuantScheme, K: int) -> QuantLayer:
     try:
         return meta_linear(scheme, K, _COLUMNS)
-    except ValueError:  # for so many columns
+    except ValueError:  # not with this number of columns
         return meta_linear(scheme, _COLUMNS, _COLUMNS)
 
 

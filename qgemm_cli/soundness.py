@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint: tensors that are missing, don't fit each other, or hold what no value can be."""
+"""Finds what is wrong with a checkpoint: tensors that are missing, don't fit together, or have impossible values."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ CHECKED_FORMATS = (
     *("qgemm", "compressed-tensors", "bitsandbytes", "gptq", "awq", "fp8", "auto-round"),
     *("intel/auto-round", "torchao", "fbgemm_fp8", "modelopt"),
 )
-"""Of which it is known what tensors a layer has."""
+"""The formats for which it is known which tensors a layer has."""
 
 _BLOCK = re.compile(r"(.*?(?:^|\.)(?:layers|layer|blocks|block|h))\.(\d{1,6})\.[^.]+\.")
-# Blocks that are gone through one by one: a file can name as many lists of them as it has tensors.
+# Blocks that are examined one by one: a file can name as many lists of them as it has tensors.
 _MOST_COUNTED = 1000
 
 
 def find_problems(checkpoint: Checkpoint, layers: list[StoredLayer]) -> Iterator[str]:
-    """What names, shapes and dtypes show."""
+    """The problems that names, shapes and dtypes show."""
     for layer in layers if checkpoint.format in CHECKED_FORMATS else ():
         yield from _problems_of_layer(layer)
     if checkpoint.contents is not None and not checkpoint.contents.is_foreign:
@@ -102,7 +102,7 @@ def _problems_of_manifest(checkpoint: Checkpoint, layers: list[StoredLayer]) -> 
 
 
 def _missing_blocks(checkpoint: Checkpoint) -> Iterator[str]:
-    """Whole blocks of a model that no file has a tensor of."""
+    """Whole blocks of a model without any tensor in the files."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for name in checkpoint.stored:
         if match := _BLOCK.match(name):
@@ -119,7 +119,7 @@ def _missing_blocks(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def values_to_check(checkpoint: Checkpoint, scales: Container[str], owners: Container[str]) -> dict[str, StoredTensor]:
-    """The tensors that ``damaged_values`` is to read: ``scales``, ``owners``, and all of a file with checksums."""
+    """The tensors that ``damaged_values`` should read: ``scales``, ``owners``, and all of a file with checksums."""
     checked = {path for path in checkpoint.files if has_checksums(path)}
     return {
         name: tensor
@@ -129,7 +129,7 @@ def values_to_check(checkpoint: Checkpoint, scales: Container[str], owners: Cont
 
 
 def scale_names(layers: Iterable[StoredLayer]) -> set[str]:
-    """The scales of quantized layers, but for those that are quantized themselves."""
+    """The scales of quantized layers, except those that are quantized themselves."""
     return {
         name
         for layer in layers
@@ -142,9 +142,9 @@ def scale_names(layers: Iterable[StoredLayer]) -> set[str]:
 def damaged_values(
     stored: dict[str, StoredTensor], scales: Container[str], owners: Owners, advance: Callable[[float], object]
 ) -> Iterator[str]:
-    """Reads ``stored``, one tensor at a time, and says which differ from their checksum, or can't be what they are.
+    """Reads ``stored``, one tensor at a time, and reports those that differ from their checksum or have invalid values.
 
-    ``scales``: the names of scales. ``owners``: the layers that hold tensors as they are.
+    ``scales``: the names of scales. ``owners``: the layers that contain tensors unchanged.
     """
     by_path: dict[object, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in stored.items():
@@ -166,9 +166,9 @@ def damaged_values(
 
 
 def _bad_scales(name: str, value: Tensor, may_be_negative: bool) -> int:
-    """How many are NaN or infinite, or 0 where that makes a whole weight, or an input, of zeros by mistake.
+    """How many are NaN or infinite, or are 0 where that would turn a whole weight, or an input, into zeros by mistake.
 
-    Or negative, where the layer takes no such ones.
+    Negative ones count too, unless the layer accepts them.
     """
     is_fine = value.isfinite()
     if not may_be_negative:
@@ -176,5 +176,5 @@ def _bad_scales(name: str, value: Tensor, may_be_negative: bool) -> int:
     if name.endswith("input_scale"):
         is_fine &= value > 0
     elif value.ndim < 2 and not name.endswith((".scales", "SCB", "absmax")) and not bool(value.any()):
-        is_fine &= False  # rows of zeros have 0 in some libraries' files, but not all of them
+        is_fine &= False  # in some libraries' files rows of zeros have a scale of 0, but not all rows
     return int((~is_fine).sum())

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in float, whatever they are stored as, some rows at a time."""
+"""The weights of a checkpoint in float, however they are stored, some rows at a time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from qgemm_cli.layers import StoredLayer
 
 
 class Dequantized(FloatTensor):
-    """An int8 or float8 weight, multiplied by its scales: one for all, one a row, or one a block."""
+    """An int8 or float8 weight times its scales: one for all, one per row, or one per block."""
 
     def __init__(self, source: Source, layer: StoredLayer, weight: StoredTensor, scale_name: str) -> None:
-        """``weight``: ``[..., N, K]``; ``scale_name``: the tensor in ``source`` that scales it."""
+        """``weight``: ``[..., N, K]``; ``scale_name``: the tensor in ``source`` with its scales."""
         super().__init__(weight.shape, torch.float32, self._read)
         self._source = source
         self._name = layer.full_name("" if layer.kind == "experts" else "weight")
@@ -33,7 +33,7 @@ class Dequantized(FloatTensor):
         self._scale: Tensor | None = None
 
     def _read(self, start: int, stop: int) -> Tensor:
-        """Reads them; the scales the first time."""
+        """Reads rows; also the scales, the first time."""
         if self._scale is None:
             self._scale = self._read_scale()
         scale = self._scale if self._scale.shape[0] == 1 else self._scale[start:stop]
@@ -48,7 +48,7 @@ class Dequantized(FloatTensor):
             return scale.reshape([1] * len(self.shape))
         if scale.shape == self.shape[:-1]:
             return scale[..., None]
-        if scale.ndim == len(self.shape) and scale.numel():  # for each row, or each block of rows and columns
+        if scale.ndim == len(self.shape) and scale.numel():  # per row, or per block of rows and columns
             for dim, (blocks, whole) in enumerate(zip(scale.shape, self.shape, strict=True)):
                 if blocks not in (1, whole):
                     scale = scale.repeat_interleave(_block_size(whole, blocks), dim).narrow(dim, 0, whole)
@@ -60,10 +60,10 @@ class Dequantized(FloatTensor):
 
 
 class Restored(FloatTensor):
-    """The weight of a layer whose scheme has more to it than a scale: packed, rotated, or with columns in float."""
+    """The weight of a layer whose scheme needs more than a scale: it is packed, rotated, or has columns in float."""
 
     def __init__(self, source: Source, stored: StoredLayer, scheme: QuantScheme) -> None:
-        """``source``: holds the tensors of ``stored``."""
+        """``source``: contains the tensors of ``stored``."""
         N, K = stored.shape
         super().__init__((N, K), torch.float32, self._read)
         self._source, self._stored = source, stored
@@ -87,17 +87,17 @@ class Restored(FloatTensor):
                 )
 
     def _read(self, start: int, stop: int) -> Tensor:
-        """Reads them."""
+        """Reads rows."""
         names = {leaf: self._stored.full_name(leaf) for leaf in self._layer.row_names}
         rows = {leaf: self._source.read_rows(name, start, stop) for leaf, name in names.items()}
         return self._layer.restore_rows(rows, torch.float32)
 
 
 class RestoredExperts(FloatTensor):
-    """A weight of all experts, ``[E, N, K]``, in a scheme whose linear layers have more to them than a scale."""
+    """A weight of all experts, ``[E, N, K]``, in a scheme whose linear layers need more than a scale."""
 
     def __init__(self, source: Source, stored: StoredLayer, scheme: QuantScheme) -> None:
-        """``source``: holds the tensors of ``stored``."""
+        """``source``: contains the tensors of ``stored``."""
         E, N, K = stored.shape
         super().__init__((E, N, K), torch.float32, self._read)
         self._source, self._stored = source, stored
@@ -114,7 +114,7 @@ class RestoredExperts(FloatTensor):
             self._names[leaf] = stored.full_name(end)
 
     def _read(self, start: int, stop: int) -> Tensor:
-        """Reads one expert after the other."""
+        """Reads the experts one after the other."""
         made = torch.empty(stop - start, *self.shape[1:])
         for expert in range(start, stop):
             own = {leaf: self._source.read_rows(name, expert, expert + 1)[0] for leaf, name in self._names.items()}
@@ -125,10 +125,10 @@ class RestoredExperts(FloatTensor):
 
 
 class Converted(FloatTensor):
-    """The weight of a layer that another library wrote in a form of its own, as qgemm loads it."""
+    """The weight of a layer in another library's own form, as qgemm loads it."""
 
     def __init__(self, contents: Contents, layer: str) -> None:
-        """``layer``: the name of one that ``contents`` has."""
+        """``layer``: the name of one in ``contents``."""
         N, K = contents.shapes.get(layer) or contents.headers[f"{layer}.weight"].shape
         super().__init__((N, K), torch.float32, self._read)
         self._contents, self._name = contents, layer
@@ -137,7 +137,7 @@ class Converted(FloatTensor):
         self._is_read = False
 
     def _read(self, start: int, stop: int) -> Tensor:
-        """Makes the whole of it the first time."""
+        """Makes the whole weight the first time."""
         if not self._is_read:
             names = {f"{self._name}.{leaf}": leaf for leaf, _ in self._layer.named_parameters(recurse=False)}
             for target, value in read_converted(self._contents, torch.device("cpu"), only=names):
@@ -147,13 +147,13 @@ class Converted(FloatTensor):
             self._is_read = True
         layer = self._layer
         rows = layer.restore_rows({leaf: layer.stored(leaf)[start:stop] for leaf in layer.row_names}, torch.float32)
-        if stop == self.shape[0]:  # it is gone through in order, and each weight is as large as a layer
+        if stop == self.shape[0]:  # weights are read in order, and each one is as large as a layer, so it is freed
             self._layer, self._is_read = self._layer.to("meta"), False
         return rows
 
 
 class Made(FloatTensor):
-    """A tensor of the model that another library's files hold otherwise, or under another name."""
+    """A tensor of the model that another library's files have in another form, or under another name."""
 
     def __init__(self, contents: Contents, name: str) -> None:
         """``name``: in the model that ``contents`` was fitted to."""
@@ -162,14 +162,14 @@ class Made(FloatTensor):
         self._value: Tensor | None = None
 
     def _read(self, start: int, stop: int) -> Tensor:
-        """Makes the whole of it the first time."""
+        """Makes the whole tensor the first time."""
         value = _read_made(self._contents, {self._name})[self._name] if self._value is None else self._value
         self._value = None if stop == self.row_count else value
         return value.reshape(self.shape)[start:stop].float()
 
 
 class ConvertedExperts(FloatTensor):
-    """A weight of all experts, ``[E, N, K]``, that another library wrote one by one, or in a form of its own."""
+    """A weight of all experts, ``[E, N, K]``, that another library stored one by one, or in a form of its own."""
 
     def __init__(self, contents: Contents, name: str, experts: QuantExperts, leaf: str) -> None:
         """``experts``: the module on meta, called ``name`` in the model that ``contents`` was fitted to."""
@@ -182,7 +182,7 @@ class ConvertedExperts(FloatTensor):
         self._is_read = False
 
     def _read(self, start: int, stop: int) -> Tensor:
-        """Reads all experts, as they are stored, the first time."""
+        """Reads all experts, in stored form, the first time."""
         if not self._is_read:
             for name, value in _read_made(self._contents, self._names, self._experts.problem_with).items():
                 setattr(self._experts, self._names[name], frozen(value))
@@ -201,7 +201,7 @@ def _read_made(
     names: Container[str],
     find_problem: Callable[[str, Tensor], str] = lambda leaf, value: "",
 ) -> dict[str, Tensor]:
-    """The tensors of the model called ``names``, put together of what conversions make."""
+    """The model's tensors ``names``, put together from what conversions make."""
     whole: dict[str, Tensor] = {}
     for target, value in read_converted(contents, torch.device("cpu"), only=names):
         if target.name not in names:
@@ -218,7 +218,7 @@ def _read_made(
 
 
 def _block_size(whole: int, blocks: int) -> int:
-    """Of how many values ``blocks`` blocks are, the last of which may be shorter: 128, if that fits."""
+    """The block size if ``blocks`` blocks cover ``whole`` values, the last one perhaps shorter: 128, if that fits."""
     return next(
         (size for size in (128, 64, 256, 32, 16) if math.ceil(whole / size) == blocks), math.ceil(whole / blocks)
     )

@@ -189,7 +189,6 @@ class Quantization:
 
         It also accepts an observer's name, and a list of methods as a recipe. Raises ``ValueError``, ``TypeError``,
         ``KeyError`` or ``AttributeError`` for anything else.
-        or ``AttributeError`` for anything else.
         """
         given, known = dict(values), list(inspect.signature(cls.of).parameters)
         if unknown := [name for name in given if name not in known]:

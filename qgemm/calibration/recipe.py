@@ -104,7 +104,6 @@ class Recipe:
 
         ``methods``: your own, in addition to ``METHODS``. Raises ``ValueError`` for anything that isn't a recipe of
         these methods, and suggests similar names.
-        these, and suggests similar names.
         """
         if not isinstance(values, dict) or set(values) != {"methods"} or not isinstance(values["methods"], list):
             raise ValueError(f"a recipe is an object with one list, 'methods'; this is {shortened(values)}")

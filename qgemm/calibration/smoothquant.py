@@ -4,7 +4,6 @@
 it, so that the float function stays the same. With ``alpha`` 0.5 both have the same largest magnitude in every channel,
 so a scale per token or per tensor suits them better than it suits a few large channels. Xiao et al. 2022,
 "SmoothQuant", arXiv 2211.10438.
-arXiv 2211.10438.
 
 The division goes into the preceding norm or linear layer (``folding.py``); layers where that isn't possible are left
 alone, with a note.

@@ -78,7 +78,7 @@ def checkpoint_files(folder: Path) -> list[str]:
 
 
 def name_with_id(name: str, save_id: str) -> str:
-    """``name`` with the id of a save: ``model-<id>.safetensors`` for ``model.safetensors``."""
+    """``name`` with the id ``save_id``: ``model-<id>.safetensors`` for ``model.safetensors``."""
     return re.sub("^(model|qgemm_report|generation_config)", lambda match: f"{match[1]}-{save_id}", name)
 
 

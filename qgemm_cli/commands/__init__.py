@@ -1,1 +1,1 @@
-"""What each command does, a file for each. These import PyTorch; ``app.py`` imports them when a command runs."""
+"""The implementation of each command, in a file each. These import PyTorch; ``app.py`` imports them on demand."""

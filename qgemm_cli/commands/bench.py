@@ -1,7 +1,7 @@
-"""``qgemm bench``: the linear layers of a model, timed on this machine, int8 beside float.
+"""``qgemm bench``: times a model's linear layers on this machine, int8 and float side by side.
 
-Weights and activations are random, of the model's sizes; every output is checked before it is timed. ``timing.py`` says
-what a time is.
+Weights and activations are random, in the model's sizes; every output is checked before it is timed. ``timing.py``
+defines what a time is.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from qgemm_cli.patterns import pattern_of
 from qgemm_cli.reading import open_checkpoint
 from qgemm_cli.timing import QUICK, Bystanders, Effort, Pass, all_seconds, copy_count, spread
 
-# The largest relative error of a row that counts as right, on Gaussian data: rounding makes a half of it at the most.
+# The largest relative error of a row that counts as correct, on Gaussian data: rounding causes at most half of it.
 MOST_ERROR = {"int8": 0.04, "bf16": 0.01, "fp32": 0.001}
-# How far the middle half of a row's times may lie apart, relative to their median, before that is said.
+# The spread of the middle half of a row's times, relative to their median, above which a warning is shown.
 MOST_SPREAD = 0.2
 DEFAULT_SHAPES = {"cuda": ("6144x4096", "4096x4096", "28672x4096", "4096x14336"), "cpu": ("1536x384", "4096x4096")}
-"""Llama 3 8B on a GPU; on a CPU, where that takes minutes, MiniLM and the smallest of Llama."""
+"""Llama 3 8B on a GPU; on a CPU, where that takes minutes, MiniLM and the smallest Llama."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """``count`` layers with a weight ``[N, K]``, called ``name`` together."""
+    """``count`` layers with weights ``[N, K]``, which ``name`` stands for."""
 
     name: str
     N: int
@@ -49,7 +49,7 @@ class Weights:
 def bench(
     path: Path | None, shapes: Sequence[str], rows: Sequence[int], device_name: str | None, quick: bool
 ) -> dict[str, Any]:
-    """Times; returns the document that ``--json`` prints."""
+    """Times the layers; returns the document that ``--json`` prints."""
     device = find_device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -96,8 +96,8 @@ def parse_shape(text: str) -> Weights:
 def shapes_of(path: Path) -> list[Weights]:
     """The weights of the linear layers in the checkpoint at ``path``: the quantized ones, or those in its blocks.
 
-    A float checkpoint doesn't say what would be quantized: heads, which stay in float, lie outside of the blocks, whose
-    names have a number. Raises ``CheckpointError`` if there are none.
+    A float checkpoint doesn't say what would be quantized. Heads, which stay in float, lie outside of the blocks, whose
+    names contain a number. Raises ``CheckpointError`` if there are none.
     """
     checkpoint = open_checkpoint(path)
     linear = [
@@ -117,7 +117,7 @@ def shapes_of(path: Path) -> list[Weights]:
 
 
 def _common_name(layers: Iterable[StoredLayer]) -> str:
-    """What the layers are called within their blocks."""
+    """The name that the layers share within their blocks."""
     return ", ".join(dict.fromkeys(pattern_of(layer.name).rpartition("{}.")[2] for layer in layers))
 
 
@@ -174,7 +174,7 @@ def _speedups(times: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def _unsteady(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A sentence, if times vary by more than they should."""
+    """A sentence, if times vary too much."""
     over = [result for result in results if (_largest_spread(result) or 0) > MOST_SPREAD]
     if not over:
         return []
@@ -185,19 +185,19 @@ def _unsteady(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _without_int8(device: torch.device) -> list[str]:
-    """A sentence, if the device multiplies int8 no faster than float32."""
+    """A sentence, if the device doesn't multiply int8 faster than float32."""
     if device.type != "cpu" or has_int8_products():
         return []
     return ["this CPU has no int8 dot products (AVX512-VNNI or similar): int8 saves memory here, but no time"]
 
 
 def _largest_spread(result: dict[str, Any]) -> float | None:
-    """Of the times in one row; None for a total, and where nothing was timed."""
+    """The largest spread of the times in one row; None for a total, and where nothing was timed."""
     return max((value for value in result.get("spread", {}).values() if value is not None), default=None)
 
 
 def _total(M: int, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The time of all layers for M rows, as far as every one of them was timed."""
+    """The time of all layers for M rows, for kinds that were timed for every layer."""
     members = [result for result in results if result["M"] == M]
     times: dict[str, float | None] = {}
     for name in members[0]["us"]:
@@ -208,7 +208,7 @@ def _total(M: int, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(document: dict[str, Any]) -> None:
-    """Prints the document for people."""
+    """Prints the document as text."""
     count = document["threads"]
     threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
     print_lines([f"{document['device']}{threads}, torch {document['torch']}; microseconds a layer"])

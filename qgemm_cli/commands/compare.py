@@ -1,4 +1,4 @@
-"""``qgemm compare``: how far two checkpoints are apart, weight by weight, and over a text."""
+"""``qgemm compare``: how much two checkpoints differ, weight by weight, and over a text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qgemm_cli.reading import Checkpoint, open_checkpoint
 from qgemm_cli.soundness import find_problems
 from qgemm_cli.weights import ConvertedExperts
 
-_VALUES = 1 << 24  # that are compared at a time: 64 MB in float32
+_VALUES = 1 << 24  # compared at a time: 64 MB in float32
 MOST_NAMES = 5
 
 
@@ -36,7 +36,7 @@ def compare(
     window: int,
     most_tokens: int,
 ) -> dict[str, Any]:
-    """Compares; returns the document that ``--json`` prints. ``a`` is what ``b`` is measured against."""
+    """Compares; returns the document that ``--json`` prints. ``b`` is compared with ``a``, the reference."""
     device = find_device(device_name)
     a, b = open_checkpoint(path_a), open_checkpoint(path_b)
     for checkpoint in (a, b):
@@ -146,8 +146,8 @@ def _storage(layer: StoredLayer | None, tensor: FloatTensor) -> str:
 def _difference(a: FloatTensor, b: FloatTensor) -> dict[str, Any]:
     """``||b - a|| / ||a||`` (Frobenius) and the largest difference of two values; ``a`` may be stored transposed.
 
-    transformers' Conv1D holds its float weight as ``[K, N]``. Nothing tells so where K is N: of a weight that is far
-    off, the transposed one is tried as well.
+    transformers' Conv1D stores its float weight as ``[K, N]``. If K equals N, the shape doesn't show that, so for a
+    weight with a large difference the transpose is tried as well.
     """
     direct = None if a.shape != b.shape else _measure(_pairs(a, b))
     if direct is not None and (len(b.shape) != 2 or b.shape[0] != b.shape[1] or direct["relative_error"] < 0.5):
@@ -195,7 +195,7 @@ def _compare_over_text(
 
 
 def find_differences(document: dict[str, Any], tolerance: float | None, most_kl: float | None) -> list[str]:
-    """What makes the exit code 1: shapes, layers without a counterpart, and errors above what was allowed."""
+    """The reasons for exit code 1: different shapes, layers without a counterpart, and errors above the limits."""
     found = [f"{one['name']} has shape {one['shape']}, in A {one['shape_in_a']}" for one in document["other_shapes"]]
     for layer in document["layers"] if tolerance is not None else ():
         if not layer["relative_error"] <= tolerance:
@@ -209,7 +209,7 @@ def find_differences(document: dict[str, Any], tolerance: float | None, most_kl:
 
 
 def show(document: dict[str, Any], every_layer: bool) -> None:
-    """Prints the document for people: a row for each kind of layer that differs, or for ``every_layer``."""
+    """Prints the document as text: a row for each kind of layer that differs, or for ``every_layer``."""
     rows = list(_rows(document["layers"], every_layer))
     print_lines(f"{key.upper()}: {printable(document[key]['path'])}, {document[key]['format']}" for key in ("a", "b"))
     columns = ("layer", "count", "A", "B", "mean error", "largest error", "largest difference")

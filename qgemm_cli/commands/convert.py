@@ -1,4 +1,4 @@
-"""``qgemm convert``: a quantized checkpoint in another format, with the same values in it or in another scheme."""
+"""``qgemm convert``: writes a quantized checkpoint in another format, with the same values or in another scheme."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def convert(
 ) -> dict[str, Any]:
     """Writes the checkpoint and reads it again; returns the document that ``--json`` prints.
 
-    ``scheme``: that of ``load_quantized``. Raises ``CheckpointError`` if qgemm doesn't load ``source``, or if what was
-    written isn't sound.
+    ``scheme``: as in ``load_quantized``. Raises ``CheckpointError`` if qgemm can't load ``source``, or if the result
+    isn't sound.
     """
     as_new_folder("destination", destination)
     opened = open_checkpoint(source)
@@ -64,10 +64,10 @@ def convert(
 
 
 def _write(model: nn.Module, source: Path, destination: Path, overwrite: bool, **options: Any) -> list[str]:
-    """Saves ``model`` with what lies beside it in ``source``, such as the tokenizer; returns what was copied.
+    """Saves ``model`` together with other files in ``source``, such as the tokenizer; returns what was copied.
 
-    A folder without a checkpoint has none until all is there. One with a checkpoint keeps it until there is room for
-    everything, the copies too.
+    A folder without a checkpoint gets one only when everything is there. A folder with a checkpoint keeps it until
+    there is room for everything, including the copies.
     """
     is_new = not destination.exists()
     make_folder(destination)
@@ -84,11 +84,11 @@ def _write(model: nn.Module, source: Path, destination: Path, overwrite: bool, *
                 copy.flush()
                 os.fsync(copy.fileno())
             if not has_old:
-                copies.close()  # which puts them in place
+                copies.close()  # puts them in place
             qgemm.save_quantized(model, destination, overwrite=overwrite, **options)
     except BaseException:
         if is_new:
-            with suppress(CheckpointError, OSError):  # if another process saves there, they are its files, too
+            with suppress(CheckpointError, OSError):  # if another process saves there, the files are also its own
                 with locked(destination):
                     if not checkpoint_files(destination):
                         _remove(targets.values())
@@ -98,7 +98,7 @@ def _write(model: nn.Module, source: Path, destination: Path, overwrite: bool, *
 
 
 def _remove(files: Iterable[Path]) -> None:
-    """Removes ``files``, and the folders that held nothing else."""
+    """Removes ``files``, and folders that contain nothing else."""
     for file in files:
         with suppress(OSError):
             file.unlink()
@@ -106,7 +106,7 @@ def _remove(files: Iterable[Path]) -> None:
 
 
 def show(document: dict[str, Any]) -> None:
-    """Prints the document for people."""
+    """Prints the document as text."""
     sizes = f"{size(document['bytes_before'])} before, {size(document['bytes_after'])} after"
     files = ", ".join((*document["files"], "config.json"))
     others = f", and {len(document['copied'])} files of {document['source']}" if document["copied"] else ""

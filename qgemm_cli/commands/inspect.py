@@ -1,6 +1,6 @@
-"""``qgemm inspect``: what a checkpoint is, its layers, sizes and coverage, and what is wrong with it.
+"""``qgemm inspect``: a checkpoint's format, layers, sizes and coverage, and its problems.
 
-Headers are read, and of the values those that can be checked: those of quantized layers, and of files with checksums.
+It reads headers, and values that can be checked: those of quantized layers, and of files with checksums.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MOST_TIES = 5
 
 
 def examine(path: Path, verify: bool) -> dict[str, Any]:
-    """What is at ``path``, as the document that ``--json`` prints.
+    """Describes the checkpoint at ``path``; returns the document that ``--json`` prints.
 
-    ``verify``: read the values that can be checked, too.
+    ``verify``: also read the values that can be checked.
     """
     checkpoint = open_checkpoint(path)
     layers = sorted(find_layers(checkpoint), key=lambda layer: natural_order(layer.name))
@@ -58,7 +58,7 @@ def examine(path: Path, verify: bool) -> dict[str, Any]:
 
 
 def _verify(checkpoint: Checkpoint, layers: list[StoredLayer], problems: list[str]) -> tuple[dict[str, int], str]:
-    """Reads what can be wrong, and adds what is to ``problems``; returns how much was read, and what stops a load."""
+    """Checks values, and adds to ``problems``; returns how much was read, and the reason why a load would fail."""
     scales, contents, owners = scale_names(layers), checkpoint.contents, Owners()
     as_loaded = None
     if contents is not None and contents.is_foreign and checkpoint.folder is not None:
@@ -70,7 +70,7 @@ def _verify(checkpoint: Checkpoint, layers: list[StoredLayer], problems: list[st
     with progress_bar("verify", total, shown=total > 0) as advance:
         problems += damaged_values(wanted, scales, owners, advance)
         refused = [] if as_loaded is None else as_loaded.find_problems(advance)
-    # Of a tensor whose scales can't be, that is enough.
+    # For a tensor with invalid scales, one problem is enough.
     known = tuple(problem.partition(" holds ")[0] for problem in problems)
     problems += [problem for problem in refused if not problem.startswith(known)]
     read = wanted | loaded
@@ -105,7 +105,7 @@ def _describe(layer: StoredLayer, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def show(document: dict[str, Any], every_layer: bool) -> None:
-    """Prints the document for people: a row for each kind of layer, or for ``every_layer``."""
+    """Prints the document as text: a row for each kind of layer, or for ``every_layer``."""
     print_lines(_summary(document))
     layers = document["layers"]
     rows = list(_rows(layers, every_layer))

@@ -1,4 +1,4 @@
-"""``qgemm quantize``: from a folder to a folder, by ``qgemm.quantize_checkpoint`` or with calibration."""
+"""``qgemm quantize``: from folder to folder, by ``qgemm.quantize_checkpoint`` or with calibration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def quantize(
 ) -> dict[str, Any]:
     """Writes the checkpoint; returns the document that ``--json`` prints.
 
-    ``options``: those of ``quantize_checkpoint`` that ``quantize_calibrated`` has too.
+    ``options``: those of ``quantize_checkpoint`` that ``quantize_calibrated`` also has.
     """
     _check_one_gives_scales(input_scales, statistics, recipe, text)
     schemes: Any
@@ -89,7 +89,7 @@ def _read_config(path: Path) -> Quantization:
 
 
 def _refuse_options_for_files(drop: Sequence[str], workers: int, why: str) -> None:
-    """Raises ``ValueError`` for options of the way from files to files; ``why``: the option that takes the other."""
+    """Raises ``ValueError`` for options that only apply from files to files; ``why``: the option that prevents that."""
     if drop:
         raise ValueError(f"--drop is for quantizing from files to files, without {why}: leave it out")
     if workers > 1:
@@ -106,7 +106,7 @@ def _check_one_gives_scales(
 
 
 def parse_schemes(given: Sequence[str]) -> SchemeChoice:
-    """What ``--scheme`` takes: one scheme, or patterns with theirs (``PATTERN=SCHEME``), of which "float" is none."""
+    """Parses ``--scheme``: one scheme, or patterns with schemes (``PATTERN=SCHEME``), in which "float" means none."""
     if len(given) == 1 and "=" not in given[0]:
         return given[0]
     schemes: dict[Pattern, str | QuantScheme | None] = {}
@@ -120,7 +120,7 @@ def parse_schemes(given: Sequence[str]) -> SchemeChoice:
 
 
 def show(document: dict[str, Any]) -> None:
-    """Prints the document for people: a row for each kind of layer."""
+    """Prints the document as text: a row for each kind of layer."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for layer in document["layers"]:
         groups.setdefault((pattern_of(layer["name"]), layer["action"], layer["reason"]), []).append(layer)

@@ -46,8 +46,7 @@ def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_parts(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps transformers' ``save_pretrained``: lends a quantizer to a model that has quantized layers but no quantizer.
-    """
+    """Wraps transformers' ``save_pretrained``: lends a quantizer to a model with quantized layers that has none."""
 
     @functools.wraps(save_pretrained)
     def save_with_quantizer(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -78,9 +77,7 @@ def _lent_quantizer(model: PreTrainedModel) -> Iterator[None]:
 
 
 def refuse_values(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps transformers' ``_load_pretrained_model``: raises ``CheckpointError`` for quantized values without
-    quantizer.
-    """
+    """Wraps transformers' ``_load_pretrained_model``; raises ``CheckpointError`` for values that no quantizer reads."""
 
     signature = inspect.signature(load)
 

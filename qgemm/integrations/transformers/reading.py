@@ -216,7 +216,7 @@ def _check_stored(
 def _check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object], config_path: Path) -> None:
     """Raises ``CheckpointError`` unless every parameter of the layer ``name`` was loaded, with valid values.
 
-    Values with checksums, which are given by name, are compared with these. Biases have none: transformers casts them.
+    Values that are in ``checksums``, by name, are compared with them. Biases aren't: transformers casts them.
     """
     for leaf, parameter in layer.named_parameters(recurse=False):
         if parameter.device.type == "meta":

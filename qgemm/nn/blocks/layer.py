@@ -111,7 +111,6 @@ class FusedLayer:
       a shared expert.
     - ``multiplier``: a factor of each branch, applied before the residual is added; ``residual_first``: for branches
       side by side, whether each is added to the residual in turn, or first to each other.
-      added to the residual one by one, or to one another first.
     - ``scale``: a factor of the layer's output: its module, and its name there; or None.
     - ``limited``: whether the output is limited in float16, to ``MAX_FLOAT16``.
     - ``crosses``: whether a branch is attention to an encoder.
