@@ -77,7 +77,7 @@ def _read_fp8(quantization: dict[str, Any], stored: dict[str, StoredTensor], con
     if (act_bits := quantization.get("act_bits")) not in (None, 8, 16, 32):
         raise unsupported(f"{config_path}: act_bits is {act_bits!r}; with fp8 weights qgemm reads 8, and 16 for float")
     if act_bits == 8:
-        # One scale per token, or one for all of it (0): scales per token are at least as fine.
+        # One scale per token, or one for all tokens: the former is at least as fine.
         if blocks is None and size_of_inputs not in (-1, 0):
             raise unsupported(f"{config_path}: act_group_size is {size_of_inputs!r}; qgemm has a scale for each token")
         is_static = quantization.get("act_dynamic") is False

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qgemm.kernels.activations import ACTIVATIONS, GatedActivation
 
 _SORTED_ROWS = {("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")}
-# GPT-OSS's; 1.702 is also what "quick_gelu" uses.
+# 1.702 is GPT-OSS's, and also that of "quick_gelu".
 _KNOWN_ALPHAS = (1.0, 1.702)
 
 

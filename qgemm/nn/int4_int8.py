@@ -21,7 +21,7 @@ class Int4Int8Linear(WeightOnlyLinear):
     default_scheme = "int4-int8"
 
     def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """As ``WeightOnlyLinear``."""
+        """As in ``WeightOnlyLinear``."""
         super().make_parameters(device, dtype)
         if self.scheme.weight.scale_dtype == "steps":
             self.steps = RowSteps()

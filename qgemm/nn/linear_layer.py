@@ -98,7 +98,7 @@ class LinearLayer(QuantLayer):
         """Sets every parameter: quantized values of 0, scales of NaN, and the bias before them."""
 
     def empty_bias(self, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Parameter | None:
-        """A bias of zeros; in a class that folds into the bias it is float32, even if the float layer has none."""
+        """A bias of zeros; in a class that ``folds_bias`` it is float32, even if the float layer has no bias."""
         if not (self.has_bias or self.folds_bias):
             return None
         dtype = torch.float32 if self.folds_bias else dtype
@@ -284,7 +284,7 @@ class LinearLayer(QuantLayer):
         return {name: split for name in names if self.stored(name) is not None}
 
     def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
-        """Says so if parts wouldn't be whole groups of columns or rows that share a scale or a word."""
+        """The reason, if parts wouldn't be whole groups of columns or rows that share a scale or a word."""
         if style == "expert":
             return "it is no mixture of experts"
         if style == "column":
