@@ -15,7 +15,7 @@ outputs and summed over all layers with this input:
     error = mean |x (V / s - W)^T|^2 = trace((V / s - W) S (V / s - W)^T),    V = rounded(W * s)
 
 with ``S`` the second moment of the inputs. For weights with many rows, ratios are ranked by a sample of the rows, and
-the best ones and no scales are compared by all rows. The division goes into the preceding norm or linear layer
+the best ones and ratio 0 are compared by all rows. The division goes into the preceding norm or linear layer
 (``folding.py``); layers where that isn't possible are rounded without scales, with a note.
 
 Then weights are clipped: the scale of each group, or row, is the multiple of its plain scale with the minimum error of
@@ -138,7 +138,7 @@ class AWQ(Method):
             except ValueError as error:
                 refused |= dict.fromkeys(quantized, str(error))
             else:
-                # As another run of the block would give it; the other layers' inputs haven't changed.
+                # As another run of the block would give them; other layers' inputs haven't changed.
                 for name in quantized:
                     if (own := seen[name].second_moment) is not None:
                         own.div_(by[:, None]).div_(by)

@@ -1,7 +1,7 @@
 """Hadamard rotations: spread outliers of a few channels over many, which reduces the rounding error.
 
 ``(x H) (W H)^T = x W^T`` for the orthonormal Walsh-Hadamard matrix ``H``. Ashkboos et al. 2024, "QuaRot",
-arXiv 2404.00456. It is used in two places:
+arXiv 2404.00456. Two of the paper's rotations are here:
 
 - ``online``: the layer itself rotates its input at run time (scheme ``int8-hadamard``). This works for any layer, and
   takes time; it is meant for down-projections, whose inputs have outliers that no preceding norm could absorb.

@@ -1,7 +1,7 @@
 """Checkpoints of AutoRound in its own format: fp8, and 4- or 8-bit weights whose scales may be negative.
 
 Tensors have GPTQ's layout without a ``g_idx``, or AWQ's, according to ``packing_format``, or to ``backend`` in files
-from before there was a ``packing_format``. GPTQ's layout is of version 1 where it says gptq; otherwise
+from before there was a ``packing_format``. If that says gptq, GPTQ's layout is of version 1; otherwise
 (``auto_round:exllamav2``) zero points are stored unchanged. ``packed_layers.py`` describes both layouts. Layers in fp8
 are those of ``fp8.py``, or have only fp8 weights. Checkpoints that AutoRound exports as ``gptq``, ``awq`` or
 ``compressed-tensors`` have that format.

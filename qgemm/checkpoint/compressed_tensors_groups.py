@@ -1,5 +1,4 @@
-"""The ``config_groups`` of compressed-tensors as values: the layers that a group means, and the scheme that computes
-it.
+"""The ``config_groups`` of compressed-tensors as values: the layers that a group means, and qgemm's scheme for it.
 
 A group quantizes the weights of its targets, and perhaps their inputs: integers or floats of a number of bits, with a
 scale per tensor, channel, token, group along K, or block. ``parse_group`` finds qgemm's scheme for it, or the reason

@@ -1,5 +1,4 @@
-"""One layer in files of compressed-tensors: which of the config's groups it belongs to, and how its tensors are
-converted.
+"""One layer in files of compressed-tensors: which of the config's groups it belongs to, and its conversion.
 
 | stored as | tensors of a layer ``[N, K]`` |
 |---|---|

@@ -1,4 +1,4 @@
-"""Only one process at a time saves into a folder: the lock that it holds."""
+"""The lock that lets only one process at a time save into a folder."""
 
 from __future__ import annotations
 

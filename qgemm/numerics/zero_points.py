@@ -5,9 +5,9 @@ With ``x ~ (q - z) * s``, where ``z`` is the zero point, and a weight ``w * w_sc
     x @ W.T + b = (q @ w.T) * s * w_scale + (b - z * s * w_scale * sum_k w)
 
 The last term is the same for every row of ``x``, so it is computed once and stored as the bias. It may be a thousand
-times as large as the result, and much of it cancels, so it is kept in float32 whatever the model's dtype.
-Its rounding error there, and that of the product, amount to 2^-23 of it. That is a small part of a step of ``q``: a
-step is 2^-8 of the range of ``x``, and the error of a sum grows with about the root of the number of its terms.
+times as large as the result, and much of it cancels, so it is kept in float32 whatever the model's dtype. There, its
+rounding error and that of the product amount to 2^-23 of it, which is a small part of a step of ``q``: a step is 2^-8
+of the range of ``x``, and a sum of many terms is off by about the root of their number of steps.
 """
 
 from __future__ import annotations

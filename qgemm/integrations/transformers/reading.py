@@ -1,5 +1,4 @@
-"""``QuantizedLoad``: puts quantized layers into a model for which transformers reads a checkpoint, and checks the
-result.
+"""``QuantizedLoad``: puts quantized layers into a model for which transformers reads a checkpoint; checks the result.
 
 transformers checks little for a quantized model: some versions don't check shapes, and a missing tensor leaves
 uninitialised memory, with a warning. The model may also be of another class than the saved one.

@@ -263,7 +263,7 @@ def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size
     known = _EXPERTS if is_experts else _LINEAR
     wanted = {known[style] for style in styles if style in known}
     rest = styles - {*known, *_UNCUT} - (_OF_EXPERTS if is_experts else set())
-    if styles <= {*_UNCUT} or any(_OURS_RE.match(each) for each in styles):  # one plan, or two, may match
+    if styles <= {*_UNCUT} or any(_OURS_RE.match(each) for each in styles):  # ours already, if two plans are one
         return
     name, layer = next(iter(layers.items()))
     if rest or len(wanted) != 1:

@@ -28,7 +28,7 @@ A cache under the first name gets the attention function's arguments, and may ch
 """
 
 SEQUENCES = "cu_seqlens"
-"""The argument with the bounds of sequences that are packed one behind another."""
+"""The argument with the bounds of sequences that are packed one after another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,7 @@ class FusedAttention:
     - ``position_bias``: what is added to the scores if the layer gets no such argument, or None.
     - ``untold``: arguments of the layer that its attention doesn't get; ``mask_name``: the layer's name for its mask.
     - ``cache_name``: the name of the argument with the cache.
-    - ``packed``: whether the input is ``[S, K]``: sequences one behind another, whose bounds are in ``SEQUENCES``.
+    - ``packed``: whether the input is ``[S, K]``: sequences one after another, whose bounds are in ``SEQUENCES``.
     """
 
     module: Any
