@@ -16,7 +16,7 @@ from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.ops.float_weight import float_weight
 
-MAX_FLOAT_BYTES = 2**27  # of float weights at a time, where more than one expert's are
+MAX_FLOAT_BYTES = 2**28  # of float weights at a time, where more than one expert's are
 _ALIGNMENT = 16  # bytes, of the rows of grouped products
 
 
@@ -28,38 +28,39 @@ def gradients(
     experts: ExpertWeights | WeightOnlyExperts,
 ) -> tuple[Tensor, Tensor]:
     """Those of ``x`` and ``top_k_weights``, in their dtypes. ``grad``: that of the output, ``[T, hidden_size]``."""
-    k, E = top_k_index.shape[1], experts.down.shape[0]
-    ids = top_k_index.flatten()
-    pairs = ids.argsort(stable=True)
-    ends = torch.searchsorted(ids[pairs], torch.arange(E + 1, device=ids.device))
+    k, E = top_k_index.shape[1], len(experts.down)
+    ids, pairs = top_k_index.flatten().sort(stable=True)
+    # Of each pair of a token and an expert, in the order of the experts.
+    rows, factors = pairs // k, top_k_weights.flatten()[pairs].float()
+    grad_pairs, grad_factors = x.new_zeros((len(pairs), x.shape[1])), torch.zeros_like(factors)
+    ends = torch.searchsorted(ids, torch.arange(E + 1, device=ids.device))
     bounds = ends.tolist()
-    weights = top_k_weights.flatten().float()
-    # Of each pair of a token and an expert; summed at the end, in an order that doesn't depend on the device's mood.
-    grad_pairs = x.new_zeros((ids.shape[0], x.shape[1]), dtype=torch.float32)
-    grad_weights = torch.zeros_like(weights)
     for first, last in _parts(experts, x.dtype):
-        if bounds[first] == bounds[last]:
+        some = slice(bounds[first], bounds[last])
+        if some.start == some.stop:
             continue
-        slots = pairs[bounds[first] : bounds[last]]
-        rows, own = slots // k, ids[slots] - first
-        offsets = (ends[first + 1 : last + 1] - bounds[first]).int()
+        offsets = (ends[first + 1 : last + 1] - some.start).int()
         gate_up, down = experts.stored(first, last)
         first_weight, second_weight = (
             float_weight(each, x.dtype).unflatten(0, (last - first, -1)) for each in (gate_up, down)
         )
-        h = _product(x[rows], first_weight.mT, offsets)
+        h = _product(x[rows[some]], first_weight.mT, offsets)
         if gate_up.bias is not None:
-            h = h + gate_up.bias.to(x.dtype).view(last - first, -1)[own]
-        grad_rows = grad[rows]
-        grad_inner = _product(grad_rows, second_weight, offsets).float()
-        of_weights = (grad_inner * experts.activation(h)).sum(-1)
+            h = h + gate_up.bias.to(x.dtype).view(last - first, -1)[ids[some] - first]
+        grad_y = grad[rows[some]]
+        grad_inner = _product(grad_y, second_weight, offsets).float()
+        of_factors = (grad_inner * experts.activation(h)).sum(-1)
         if down.bias is not None:
-            of_weights = of_weights + (grad_rows.float() * down.bias.float().view(last - first, -1)[own]).sum(-1)
-        grad_weights[slots] = of_weights
-        grad_h = _activation_backward(experts.activation, h.float(), grad_inner * weights[slots, None])
-        grad_pairs[slots] = _product(grad_h.to(x.dtype), first_weight, offsets).float()
-    grad_x = grad_pairs.view(*top_k_index.shape, x.shape[1]).sum(1)
-    return grad_x.to(x.dtype), grad_weights.view(top_k_index.shape).to(top_k_weights.dtype)
+            of_factors = of_factors + (
+                grad_y.float() * down.bias.float().view(last - first, -1)[ids[some] - first]
+            ).sum(-1)
+        grad_factors[some] = of_factors
+        grad_h = _activation_backward(experts.activation, h.float(), grad_inner * factors[some, None])
+        grad_pairs[some] = _product(grad_h.to(x.dtype), first_weight, offsets)
+    # Summed in an order that doesn't depend on the device's mood.
+    places = torch.empty_like(pairs).index_copy_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+    grad_x = grad_pairs[places].view(*top_k_index.shape, x.shape[1]).float().sum(1)
+    return grad_x.to(x.dtype), grad_factors[places].view(top_k_index.shape).to(top_k_weights.dtype)
 
 
 def _parts(experts: ExpertWeights | WeightOnlyExperts, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
