@@ -149,6 +149,25 @@ def add_norm_reference(
     return total, total if weight is None else norm(total, weight, bias)
 
 
+def post_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+    """``norm(round(residual + x), weight, bias)``."""
+    return norm(residual + x, weight, bias)
+
+
+def post_norm_quantize_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``post_norm_reference``, and ``(q, row_scale)`` of it."""
+    normed = post_norm_reference(x, residual, weight, bias, norm)
+    return normed, *quantize_rows_reference(normed, input_scale, dtype=dtype)
+
+
 def activation_quantize_reference(
     x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:

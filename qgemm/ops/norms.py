@@ -3,6 +3,8 @@
 - ``norm_quantize(x, weight, bias, norm, eps, input_scale, dtype)``: ``(q, row_scale)`` of ``norm(x)``.
 - ``add_norm_quantize(x, residual, branch_weight, weight, bias, norm, eps, input_scale, dtype)``:
   ``(total, q, row_scale)``, with ``total = residual + x``.
+- ``post_norm(x, residual, weight, bias, norm, eps)``: ``norm(residual + x)``; ``post_norm_quantize``, with
+  ``input_scale`` and ``dtype``: ``(normed, q, row_scale)``, its rows quantized too.
 - ``add_norm(x, residual, branch_weight, weight, bias, norm, eps)``: ``(total, norm(total))`` as floats. An operator
   can't return its input or one tensor twice, so that is an empty tensor, ``[0]``: ``total`` where it is ``x``, and the
   second without ``weight``.
@@ -79,6 +81,31 @@ def add_norm(
     return total, total if weight is None else normed
 
 
+def post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+    """``torch.ops.qgemm.post_norm``, past the dispatcher where nobody on that way would see the call."""
+    if not seen_by_others(x, residual, weight, bias):
+        return dispatch.post_norm(x, residual, weight, bias, norm)
+    out: Tensor = torch.ops.qgemm.post_norm(x, residual, weight, bias, norm.kind, norm.eps)
+    return out
+
+
+def post_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.qgemm.post_norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    if not seen_by_others(x, residual, weight, bias, input_scale):
+        return dispatch.post_norm_quantize(x, residual, weight, bias, norm, input_scale, dtype)
+    arguments = x, residual, weight, bias, norm.kind, norm.eps, input_scale, dtype
+    out: tuple[Tensor, Tensor, Tensor] = torch.ops.qgemm.post_norm_quantize(*arguments)
+    return out
+
+
 def _norm_quantize(
     x: Tensor,
     weight: Tensor,
@@ -121,6 +148,24 @@ def _add_norm(
     return x.new_empty(0) if total is x else total, normed
 
 
+def _post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float) -> Tensor:
+    return dispatch.post_norm(x, residual, weight, bias, Norm(norm, eps))
+
+
+def _post_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: str,
+    eps: float,
+    input_scale: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = dtype or INT8.storage
+    return dispatch.post_norm_quantize(x, residual, weight, bias, Norm(norm, eps), input_scale, dtype)
+
+
 def _rows_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
@@ -151,6 +196,35 @@ def _add_norm_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     checks.check_add_norm(x, residual, branch_weight, weight, bias, Norm(kind, eps))
     adds = residual is not None or branch_weight is not None
     return x.new_empty(x.shape if adds else 0), x.new_empty(0 if weight is None else x.shape)
+
+
+def _post_norm_fake(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float) -> Tensor:
+    checks.check_post_norm(x, residual, weight, bias, Norm(norm, eps))
+    return x.new_empty(x.shape)
+
+
+def _post_norm_quantize_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    residual, weight, bias, kind, eps, input_scale, *given = others
+    dtype = (given[0] if given else None) or INT8.storage
+    checks.check_post_norm_quantize(x, residual, weight, bias, Norm(kind, eps), input_scale, dtype)
+    return x.new_empty(x.shape), *_rows_like(x, dtype)
+
+
+def _post_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Of ``post_norm`` and ``post_norm_quantize``."""
+    x, residual, weight, _, kind, eps, *_ = inputs
+    if isinstance(output, tuple):
+        ctx.mark_non_differentiable(*output[1:])
+    ctx.norm = Norm(kind, eps)
+    ctx.save_for_backward(x, residual, weight)
+
+
+def _post_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor, *others: Any) -> Any:
+    x, residual, weight = ctx.saved_tensors
+    grad, grad_weight, grad_bias = _norm_backward(ctx.norm, residual + x, weight, grad)
+    grads = (grad, grad, grad_weight, grad_bias)
+    found = [g.to(x.dtype) if w else None for g, w in zip(grads, wanted, strict=False)]
+    return *found, *[None] * (len(wanted) - len(found))
 
 
 def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -219,4 +293,21 @@ operator(
     fake=_add_norm_fake,
     setup_context=_sum_setup,
     backward=_sum_backward,
+)
+operator(
+    "post_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str norm, float eps) -> Tensor",
+    cpu=_post_norm,
+    cuda=_post_norm,
+    fake=_post_norm_fake,
+    setup_context=_post_setup,
+    backward=_post_backward,
+)
+operator(
+    "post_norm_quantize(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str norm, float eps, "
+    "Tensor? input_scale, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+    cpu=_post_norm_quantize,
+    cuda=_post_norm_quantize,
+    fake=_post_norm_quantize_fake,
+    setup_context=_post_setup,
+    backward=_post_backward,
 )

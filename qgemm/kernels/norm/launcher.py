@@ -1,7 +1,7 @@
-"""Launcher of the norm kernel: ``norm_quantize``, ``add_norm_quantize`` and ``add_norm`` on GPU tensors, CPU tensors
-in Triton's interpreter.
+"""Launcher of the norm kernel: ``norm_quantize``, ``add_norm_quantize``, ``add_norm``, ``post_norm`` and
+``post_norm_quantize`` on GPU tensors, or CPU tensors in Triton's interpreter.
 
-They are one kernel with other parts left out, so a row has the same bits in all three.
+They are one kernel with other parts left out, so a row has the same bits in all of them.
 """
 
 import torch
@@ -74,6 +74,39 @@ def add_norm(
         _run(x, residual, vectors, norm, (total, normed, None, None), None)
     total = x if total is None else total
     return total, total if normed is None else normed
+
+
+def post_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+) -> Tensor:
+    """``dispatch.post_norm`` on a GPU."""
+    if not _is_held(x):
+        return _add_norm_by_torch(x, residual, (None, weight, bias), norm)[1]
+    normed = _empty_like(x)
+    _run(x, residual, (None, weight, bias), norm, (None, normed, None, None), None)
+    return normed
+
+
+def post_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch.post_norm_quantize`` on a GPU."""
+    if not _is_held(x):
+        normed = post_norm(x, residual, weight, bias, norm)
+        return normed, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
+    normed, (q, row_scale) = _empty_like(x), _empty_rows(x, dtype)
+    _run(x, residual, (None, weight, bias), norm, (None, normed, q, row_scale), input_scale)
+    return normed, q, row_scale
 
 
 def _is_held(x: Tensor) -> bool:
