@@ -9,7 +9,7 @@ from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
+from qgemm.kernels.stages.activations import device_activation
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv
 
@@ -42,7 +42,7 @@ def _plan(rows: Tensor, K: int, activation: GatedActivation, scale: Tensor | Non
         limits = device_limits(rows.device)
         block, blocks, threads = activated_row_blocks(K, rows.itemsize)
         grid, next_early = quantize.programs(rows.shape[0], limits)
-        function, e4m3 = DEVICE_ACTIVATIONS[activation.name], quantize.rounding(dtype, limits)
+        function, e4m3 = device_activation(activation.name, rows.itemsize), quantize.rounding(dtype, limits)
         constants = (function, activation, block, blocks, limits.pdl, next_early, e4m3)
         numbers, warps = (rows.shape[0], K, rows.stride(0)), max(1, threads // limits.warp_size)
         made = Launch(_activation_quantize_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
@@ -65,7 +65,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
             limits, made = device_limits(rows.device), GatedActivation(activation, gated)
             work = rows.shape[0] * cdiv(K, BLOCK)
             grid, next_early = quantize.programs(work, limits)
-            constants = (DEVICE_ACTIVATIONS[activation], made, BLOCK, limits.pdl, next_early)
+            constants = (device_activation(activation, rows.itemsize), made, BLOCK, limits.pdl, next_early)
             numbers = (work, K, rows.stride(0))
             launch = Launch(_activation_kernel, grid, numbers, constants, num_warps=4, pdl=limits.pdl)
             plans.keep(kind, launch)
