@@ -140,10 +140,22 @@ def _run(
     scale: Tensor | None,
 ) -> None:
     """The kernel. ``vectors``: the branch's weight, weight and bias. ``outputs``: total, normed, q and row_scale."""
+    if x.numel():
+        launch, tensors = find_launch(x, residual, vectors, norm, outputs, scale)
+        launch(*tensors)
+
+
+def find_launch(
+    x: Tensor,
+    residual: Tensor | None,
+    vectors: Vectors,
+    norm: Norm,
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    scale: Tensor | None,
+) -> tuple[Launch, tuple[Tensor | None, ...]]:
+    """The launch of such a call, and what to call it with."""
     K = x.shape[-1]
     rows = x.reshape(-1, K)
-    if not rows.shape[0]:
-        return
     residuals = None if residual is None else residual.reshape(-1, K)
     vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
     total, normed, q, row_scale = outputs
@@ -157,7 +169,7 @@ def _run(
         launch = plans.keep(kind, _make_launch(rows, residuals, norm, dtype))
     # The kernel takes fp8 as bytes.
     q = None if q is None else q.view(torch.int8)
-    launch(rows, residuals, *vectors, total, normed, q, row_scale, scale)
+    return launch, (rows, residuals, *vectors, total, normed, q, row_scale, scale)
 
 
 def _make_launch(rows: Tensor, residuals: Tensor | None, norm: Norm, dtype: torch.dtype) -> Launch:
