@@ -94,6 +94,36 @@ def check_add_norm(
     _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
 
 
+def check_post_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    name: str = "post_norm",
+) -> None:
+    """Raises if ``post_norm`` can't take these."""
+    _check_rows(name, x)
+    check_residual(residual, x.shape, x.dtype)
+    check_same_device(x=x, residual=residual)
+    _check_norm(x, norm, bias, weight=weight)
+
+
+def check_post_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> None:
+    """Raises if ``post_norm_quantize`` can't take these."""
+    _check_quantized("post_norm_quantize", dtype)
+    check_post_norm(x, residual, weight, bias, norm, "post_norm_quantize")
+    _check_static_scale("input_scale", input_scale, x)
+
+
 def check_activate(x: Tensor, activation: str, gated: bool) -> None:
     """Raises if ``activate`` can't take these."""
     _check_rows("activate", x)

@@ -151,6 +151,41 @@ def add_norm(
     return total, normed
 
 
+@without_grad
+def post_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+) -> Tensor:
+    """``dispatch.post_norm`` on the CPU, a few rows at a time."""
+    normed = x.new_empty(x.shape)
+    rows, residuals, out = _rows(x), _rows(residual), _rows(normed)
+    for block in _blocks(rows.shape[0], x.shape[-1], _of_all_threads(_VALUES_AT_A_TIME)):
+        out[block] = norm(residuals[block] + rows[block], weight, bias)
+    return normed
+
+
+@without_grad
+def post_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch.post_norm_quantize`` on the CPU."""
+    normed = x.new_empty(x.shape)
+
+    def values(x: Tensor, residual: Tensor, normed: Tensor) -> Tensor:
+        return normed.copy_(norm(residual + x, weight, bias))
+
+    return normed, *_quantize(values, (x, residual, normed), x.shape[-1], input_scale, dtype=dtype)
+
+
 def _quantize(
     values: Callable[..., Tensor],
     tensors: Sequence[Tensor],

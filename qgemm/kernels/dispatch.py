@@ -118,6 +118,41 @@ def add_norm(
     return out
 
 
+def post_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+) -> Tensor:
+    """``norm(residual + x, weight, bias)`` in one kernel: the norm of a post-norm layer, such as BERT's.
+
+    Arguments as in ``add_norm_quantize``; the sum is rounded before its norm.
+    """
+    checks.check_post_norm(x, residual, weight, bias, norm)
+    out: Tensor = _backend(x).post_norm(x, residual, weight, bias, norm)
+    return out
+
+
+def post_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(normed, q, row_scale)``: ``post_norm``, and its rows quantized for the next branch, in one kernel.
+
+    ``q`` and ``row_scale`` as in ``quantize_rows``.
+    """
+    checks.check_post_norm_quantize(x, residual, weight, bias, norm, input_scale, dtype)
+    arguments = (x, residual, weight, bias, norm, input_scale, dtype)
+    out: tuple[Tensor, Tensor, Tensor] = _backend(x).post_norm_quantize(*arguments)
+    return out
+
+
 def activation_quantize(
     x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = torch.int8
 ) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,19 @@
 """The weights of a mixture's experts and what lies between their two products, as one value.
 
 An expert is ``activation(x @ gate_up[e].T + gate_up_bias[e]) @ down[e].T + down_bias[e]``. Both values have
-``tensors``, what an operator takes of them, ``of(expert)``, those of one expert, each with a dimension less, and
-``float_weights``.
+``tensors``, what an operator takes of them, ``sizes``, and ``stored(first, last)``, both weights of some experts as two
+values.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from qgemm.kernels.activations import GatedActivation
-from qgemm.numerics.blocks import dequantize_blocks
+from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.numerics.formats import FORMATS, Format
-from qgemm.numerics.groups import dequantize, dequantize_rows
 
 
 class ExpertWeights(NamedTuple):
@@ -43,15 +41,27 @@ class ExpertWeights(NamedTuple):
         return self.gate_up_scale.ndim == self.gate_up.ndim
 
     def of(self, expert: int) -> ExpertWeights:
-        """Those of one expert."""
+        """Those of one expert, each with a dimension less."""
         tensors = [None if tensor is None else tensor[expert] for tensor in self[:6]]
         return ExpertWeights._make((*tensors, self.activation))
 
-    def float_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Both weights of one expert in float."""
-        restore = dequantize_blocks if self.has_blocks else dequantize_rows
-        first = restore(self.gate_up, self.gate_up_scale, dtype)
-        return first, restore(self.down, self.down_scale, dtype)
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """``hidden_size`` and ``intermediate_size``."""
+        return self.gate_up.shape[-1], self.down.shape[-1]
+
+    @property
+    def may_be_stacked(self) -> bool:
+        """Whether ``stored`` takes several experts."""
+        return True
+
+    def stored(self, first: int, last: int) -> tuple[ScaledWeight, ScaledWeight]:
+        """``gate_up`` and ``down`` of the experts from ``first`` to before ``last``, each with the rows of all."""
+        make = ScaledWeight.of_blocks if self.has_blocks else ScaledWeight.of_rows
+        some = slice(first, last)
+        gate_up_bias, down_bias = (None if bias is None else bias[some] for bias in (self.gate_up_bias, self.down_bias))
+        gate_up = make(self.gate_up[some], self.gate_up_scale[some], gate_up_bias)
+        return gate_up, make(self.down[some], self.down_scale[some], down_bias)
 
 
 class WeightOnlyExperts(NamedTuple):
@@ -89,15 +99,15 @@ class WeightOnlyExperts(NamedTuple):
         """The lengths of rows: ``hidden_size`` and ``intermediate_size``."""
         return self.down.shape[-2], self.gate_up.shape[-2] // (2 if self.activation.gated else 1)
 
-    def of(self, expert: int) -> WeightOnlyExperts:
-        """Those of one expert."""
-        tensors = [None if tensor is None else tensor[expert] for tensor in self[:10]]
-        return WeightOnlyExperts._make((*tensors, *self[10:]))
+    @property
+    def may_be_stacked(self) -> bool:
+        """Whether ``stored`` takes several experts: not where each has a global scale."""
+        return self.down_global_scale is None
 
-    def float_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Both weights of one expert in float."""
-        first, second = (
-            dequantize(*tensors, self.form, self.group_size or K, K, dtype)
-            for tensors, K in zip((self[:4], self[5:9]), self.sizes, strict=True)
-        )
-        return first, second
+    def stored(self, first: int, last: int) -> tuple[ScaledWeight, ScaledWeight]:
+        """``gate_up`` and ``down`` of the experts from ``first`` to before ``last``, each with the rows of all."""
+        made = []
+        for tensors, K in zip((self[:5], self[5:10]), self.sizes, strict=True):
+            *stored, bias = (None if tensor is None else tensor[first:last].flatten(0, 1) for tensor in tensors)
+            made.append(ScaledWeight._make((*stored, None, bias, K, self.format, self.group_size or K, False, None)))
+        return made[0], made[1]

@@ -25,7 +25,7 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +38,6 @@ from qgemm.numerics.blocks import BLOCK, grouped
 from qgemm.numerics.formats import FP8, INT4, INT8, OPERANDS
 from qgemm.numerics.groups import spread
 from qgemm.numerics.packing import unpack_codes
-
-Experts = TypeVar("Experts", ExpertWeights, WeightOnlyExperts)
 
 
 def quantize_rows_reference(
@@ -149,6 +147,25 @@ def add_norm_reference(
     branch = x if branch_weight is None else norm(x, branch_weight)
     total = branch if residual is None else residual + branch
     return total, total if weight is None else norm(total, weight, bias)
+
+
+def post_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+    """``norm(round(residual + x), weight, bias)``."""
+    return norm(residual + x, weight, bias)
+
+
+def post_norm_quantize_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``post_norm_reference``, and ``(q, row_scale)`` of it."""
+    normed = post_norm_reference(x, residual, weight, bias, norm)
+    return normed, *quantize_rows_reference(normed, input_scale, dtype=dtype)
 
 
 def activation_quantize_reference(
@@ -280,11 +297,12 @@ def experts_reference(
         q, q_scale = quantize_rows_reference(x, dtype=weight.dtype)
         return scaled_mm_reference(q, weight.t(), q_scale, scale, bias, x.dtype)
 
-    def expert(x: Tensor, own: ExpertWeights) -> Tensor:
+    def expert(x: Tensor, number: int) -> Tensor:
+        own = weights.of(number)
         h = product(x, own.gate_up, own.gate_up_scale, own.gate_up_bias)
         return product(own.activation(h).to(x.dtype), own.down, own.down_scale, own.down_bias)
 
-    return _mixture(x, top_k_index, top_k_weights, weights, expert, residual)
+    return _mixture(x, top_k_index, top_k_weights, len(weights.down), expert, residual)
 
 
 def weight_only_experts_reference(
@@ -292,31 +310,30 @@ def weight_only_experts_reference(
 ) -> Tensor:
     """The same of weights that stand for float ones; see ``dispatch.weight_only_experts``."""
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = x.float() @ weight.t()
-        return (out if bias is None else out + bias.float()).to(x.dtype)
+    def product(x: Tensor, weight: ScaledWeight) -> Tensor:
+        out = x.float() @ weight.dequantize(torch.float32).t()
+        return (out if weight.bias is None else out + weight.bias.float()).to(x.dtype)
 
-    def expert(x: Tensor, own: WeightOnlyExperts) -> Tensor:
-        first, second = own.float_weights(torch.float32)
-        h = product(x, first, own.gate_up_bias)
-        return product(own.activation(h).to(x.dtype), second, own.down_bias)
+    def expert(x: Tensor, number: int) -> Tensor:
+        first, second = weights.stored(number, number + 1)
+        return product(weights.activation(product(x, first)).to(x.dtype), second)
 
-    return _mixture(x, top_k_index, top_k_weights, weights, expert, residual)
+    return _mixture(x, top_k_index, top_k_weights, len(weights.down), expert, residual)
 
 
 def _mixture(
     x: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    weights: Experts,
-    run: Callable[[Tensor, Experts], Tensor],
+    E: int,
+    run: Callable[[Tensor, int], Tensor],
     residual: Tensor | None,
 ) -> Tensor:
     out = torch.zeros_like(x, dtype=torch.float32)
     for slot in range(top_k_index.shape[1]):
-        for expert in range(weights.down.shape[0]):
+        for expert in range(E):
             chosen = top_k_index[:, slot] == expert
-            out[chosen] += run(x[chosen], weights.of(expert)).float() * top_k_weights[chosen, slot, None].float()
+            out[chosen] += run(x[chosen], expert).float() * top_k_weights[chosen, slot, None].float()
     total = out.to(x.dtype)
     return total if residual is None else residual + total
 

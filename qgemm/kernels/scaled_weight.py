@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qgemm.numerics.formats import FORMATS, Format
+from qgemm.numerics.blocks import BLOCK, spread_rows
+from qgemm.numerics.formats import FORMATS, FP8, OPERANDS, Format
 from qgemm.numerics.groups import dequantize, to_input_order_
 
 
@@ -40,6 +41,24 @@ class ScaledWeight(NamedTuple):
     step: Tensor | None = None
     """float32 ``[N]``, what ``numerics.groups.steps_of`` finds of ``scale``, for products of int8 activations: all of a
     row are then one sum of integers. None if there is none, or it wasn't looked for."""
+
+    @classmethod
+    def of_rows(cls, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> ScaledWeight:
+        """int8 or e4m3 ``[..., N, K]`` with a scale for each row, ``[..., N]``: the rows of all in one weight."""
+        K = weight.shape[-1]
+        rows = weight.flatten(0, -2), scale.reshape(-1, 1), None, None, None, None if bias is None else bias.flatten()
+        return cls(*rows, K, OPERANDS[weight.dtype].name, K)
+
+    @classmethod
+    def of_blocks(cls, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> ScaledWeight:
+        """e4m3 ``[..., N, K]`` with a scale for each block of 128 x 128: the rows of all in one weight.
+
+        ``scale``: ``[..., ceil(N / 128), ceil(K / 128)]``.
+        """
+        N, K = weight.shape[-2:]
+        scales = spread_rows(scale, N).flatten(0, -2)
+        rows = weight.flatten(0, -2), scales, None, None, None, None if bias is None else bias.flatten()
+        return cls(*rows, K, FP8.name, BLOCK)
 
     @property
     def form(self) -> Format:

@@ -23,8 +23,13 @@ def spread_groups(scale: Tensor, K: int) -> Tensor:
 
 
 def spread_blocks(scale: Tensor, N: int, K: int) -> Tensor:
-    """The scale of each value, ``[N, K]``, from scales of blocks ``[ceil(N / 128), ceil(K / 128)]``."""
-    return spread_groups(scale, K).repeat_interleave(BLOCK, dim=0)[:N]
+    """The scale of each value, ``[N, K]``, from those of blocks ``[ceil(N / 128), ceil(K / 128)]``."""
+    return spread_rows(spread_groups(scale, K), N)
+
+
+def spread_rows(scale: Tensor, N: int) -> Tensor:
+    """The scales of each row, ``[..., N, ceil(K / 128)]``, from those of blocks, ``[..., ceil(N / 128), ...]``."""
+    return scale.repeat_interleave(BLOCK, dim=-2)[..., :N, :]
 
 
 def grouped(rows: Tensor) -> Tensor:
@@ -49,4 +54,4 @@ def round_blocks(weight: Tensor, scale: Tensor) -> Tensor:
 def dequantize_blocks(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``weight * scale`` for each block, ``[N, K]`` in ``dtype``, computed as in ``groups.dequantize``."""
     N, K = weight.shape
-    return dequantize(weight, scale.repeat_interleave(BLOCK, dim=0)[:N], None, None, FP8, BLOCK, K, dtype)
+    return dequantize(weight, spread_rows(scale, N), None, None, FP8, BLOCK, K, dtype)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.numerics.formats import FP8, INT4, MIN_SCALE, OPERANDS, Format
+from qgemm.numerics.formats import FP8, INT4, MIN_SCALE, Format
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, unpack_codes
 
@@ -216,12 +216,6 @@ def dequantize(
             values = values.sub_(spread(zero_point[part], group_size, K))
         out[part] = values.mul_(spread(float_scale(scale[part], global_scale), group_size, K))
     return out
-
-
-def dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``weight * scale[:, None]``, ``[n, K]`` in ``dtype``: int8 or float8 with scales ``[n]``; as ``dequantize``."""
-    K = weight.shape[1]
-    return dequantize(weight, scale.reshape(-1, 1), None, None, OPERANDS[weight.dtype], K, K, dtype)
 
 
 def to_input_order_(rows: Tensor, order: Tensor) -> Tensor:

@@ -8,17 +8,15 @@ numbers. The activation goes in as its fields, since an operator takes tensors a
 
 They run on CPU and CUDA, trace through a fake implementation that makes the same checks, and have gradients for ``x``
 and ``top_k_weights``, with which routers and adapters train on frozen experts. They go through the dequantized weights
-(rounding counts as the identity), one expert at a time, in an operator of its own: how many rows an expert has is known
-at run time only, which a compiler couldn't follow.
+(rounding counts as the identity), in an operator of its own (``expert_gradients.py``): how many rows an expert has is
+known at run time only, which a compiler couldn't follow.
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qgemm.kernels import dispatch
 from qgemm.kernels.activations import GatedActivation
@@ -26,6 +24,7 @@ from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.moe.checks import check_experts, check_weight_only_experts
 from qgemm.ops.declare import operator
 from qgemm.ops.direct import seen_by_others
+from qgemm.ops.expert_gradients import gradients
 
 Experts: TypeAlias = ExpertWeights | WeightOnlyExperts
 
@@ -102,7 +101,7 @@ def _declare_experts(
         # The formulas themselves where their derivatives may be wanted, with create_graph=True. torch.func wants them
         # always, and may transform what they need the values of.
         if torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None:
-            grad_x, grad_weights = _gradients(grad, *as_values(arguments))
+            grad_x, grad_weights = gradients(grad, *as_values(arguments))
         else:
             grad_x, grad_weights = getattr(torch.ops.qgemm, f"{name}_backward")(grad, *arguments)
         found = (grad_x if wants_x else None, None, grad_weights if wants_weights else None, *(None,) * len(others))
@@ -114,7 +113,7 @@ def _declare_experts(
         )
 
     def run_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return _gradients(grad, *as_values(arguments))
+        return gradients(grad, *as_values(arguments))
 
     operator(
         f"{name}({schema}, Tensor? residual=None) -> Tensor",
@@ -133,78 +132,10 @@ def _declare_experts(
     )
 
 
-def _gradients(
-    grad: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts
-) -> tuple[Tensor, Tensor]:
-    """Those of ``x`` and ``top_k_weights``."""
-    k = top_k_index.shape[1]
-    ids = top_k_index.flatten()
-    pairs = ids.argsort(stable=True)
-    ends = torch.searchsorted(ids[pairs], torch.arange(experts.down.shape[0] + 1, device=ids.device)).tolist()
-    weights = top_k_weights.flatten().float()
-    # Of each pair of a token and an expert; summed at the end, in an order that doesn't depend on the device's mood.
-    grad_pairs = x.new_zeros((ids.shape[0], x.shape[1]), dtype=torch.float32)
-    grad_weights = torch.zeros_like(weights)
-    for expert, (start, end) in enumerate(pairwise(ends)):
-        if start == end:
-            continue
-        slots = pairs[start:end]
-        rows, own = slots // k, experts.of(expert)
-        first, second = own.float_weights(x.dtype)
-        biases = [None if bias is None else bias.to(x.dtype) for bias in (own.gate_up_bias, own.down_bias)]
-        h = F.linear(x[rows], first, biases[0])
-        y = F.linear(own.activation(h).to(x.dtype), second, biases[1])
-        grad_y = grad[rows].float()
-        grad_weights[slots] = (grad_y * y.float()).sum(-1)
-        grad_inner = ((grad_y * weights[slots, None]).to(x.dtype) @ second).float()
-        grad_pairs[slots] = (_activation_backward(own.activation, h.float(), grad_inner).to(x.dtype) @ first).float()
-    grad_x = grad_pairs.view(*top_k_index.shape, x.shape[1]).sum(1)
-    return grad_x.to(x.dtype), grad_weights.view(top_k_index.shape).to(top_k_weights.dtype)
-
-
 def _gradients_fake(
     grad: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), top_k_weights.new_empty(top_k_weights.shape)
-
-
-def _activation_backward(activation: GatedActivation, h: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of ``activation(h)`` for ``h``, both float32, where ``grad`` is that of its result."""
-    gate, up = h.chunk(2, dim=-1) if activation.gated else (h, None)
-    clamped = gate if activation.limit is None else gate.clamp(max=activation.limit)
-    if up is None:
-        opened = grad
-    else:
-        clamped_up = up if activation.limit is None else up.clamp(-activation.limit, activation.limit)
-        opened = grad * (clamped_up + activation.up_offset)
-    grad_gate = _gate_backward(activation, clamped, opened)
-    if activation.limit is not None:
-        grad_gate = grad_gate.masked_fill(gate > activation.limit, 0.0)
-    if up is None:
-        return grad_gate
-    grad_up = grad * _gate(activation, clamped)
-    if activation.limit is not None:
-        grad_up = grad_up.masked_fill(up.abs() > activation.limit, 0.0)
-    return torch.cat((grad_gate, grad_up), dim=-1)
-
-
-def _gate(activation: GatedActivation, gate: Tensor) -> Tensor:
-    return GatedActivation(activation.name, gated=False, alpha=activation.alpha)(gate)
-
-
-def _gate_backward(activation: GatedActivation, gate: Tensor, grad: Tensor) -> Tensor:
-    out: Tensor
-    if activation.name == "silu":
-        sigmoid = torch.sigmoid(activation.alpha * gate)
-        out = grad * sigmoid * (1 + activation.alpha * gate * (1 - sigmoid))
-    elif activation.name == "relu":
-        out = torch.ops.aten.threshold_backward(grad, gate, 0)
-    elif activation.name == "relu2":
-        out = grad * 2 * gate.clamp(min=0)
-    else:
-        approximate = {"gelu": "none", "gelu_tanh": "tanh"}[activation.name]
-        out = torch.ops.aten.gelu_backward(grad, gate, approximate=approximate)
-    return out
 
 
 _declare_experts(

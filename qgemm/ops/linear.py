@@ -30,10 +30,8 @@ from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch as weight_only
-from qgemm.numerics.blocks import BLOCK
-from qgemm.numerics.formats import FP8, OPERANDS
 from qgemm.ops.declare import operator
-from qgemm.ops.direct import seen_by_others
+from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
 from qgemm.ops.float_weight import float_weight
 
 
@@ -118,11 +116,22 @@ def multiply(
     its fused forms return them; ``weight`` int8 ``[N, K]``, ``weight_scale`` float32 ``[N]``, ``bias`` float ``[N]``.
     ``residual``: ``out_dtype [..., N]``, added to the rounded product.
     """
+    what, tensors = ("multiply", out_dtype), (q, weight, weight_scale, row_scale, bias, residual)
+    recalled = recall_launch(what, tensors)
+    if recalled is not None:
+        return recalled[0]
     out: Tensor
     if seen_by_others(q, row_scale, weight, weight_scale, bias, residual):
         out = torch.ops.qgemm.multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)
-    else:
-        out = _multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)
+        return out
+    out = _multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)
+
+    def launched() -> Any:
+        from qgemm.kernels.gemm import launcher
+
+        return launcher.find_launch(q.contiguous(), row_scale.contiguous(), *tensors[1:3], bias, residual, out)
+
+    remember_launch(what, tensors, (out,), launched)
     return out
 
 
@@ -213,19 +222,6 @@ def _declare_layer(
     )
 
 
-def _of_rows(weight: Tensor, scale: Tensor) -> ScaledWeight:
-    """int8 or e4m3 ``[N, K]`` with a scale a row."""
-    K = weight.shape[1]
-    return ScaledWeight(weight, scale.reshape(-1, 1), None, None, None, None, K, OPERANDS[weight.dtype].name, K)
-
-
-def _of_blocks(weight: Tensor, scale: Tensor) -> ScaledWeight:
-    """e4m3 ``[N, K]`` with a scale for each block of 128 x 128."""
-    N, K = weight.shape
-    rows = scale.repeat_interleave(BLOCK, dim=0)[:N]
-    return ScaledWeight(weight, rows, None, None, None, None, K, FP8.name, BLOCK)
-
-
 def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function(x, weight, residual)`` for the operator's arguments: the fields of ``weight`` one by one."""
 
@@ -241,7 +237,7 @@ _declare_layer(
     "Tensor? residual=None) -> Tensor",
     dispatch.quant_linear,
     checks.check_quant_linear,
-    _of_rows,
+    ScaledWeight.of_rows,
     bias_at=3,
     residual_at=5,
 )
@@ -250,14 +246,14 @@ _declare_layer(
     "Tensor zero_point) -> Tensor",
     asymmetric.quant_linear_asymmetric,
     asymmetric.check_quant_linear_asymmetric,
-    _of_rows,
+    ScaledWeight.of_rows,
     bias_at=3,
 )
 _declare_layer(
     "block_scaled_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual=None) -> Tensor",
     dispatch.block_scaled_linear,
     checks.check_block_scaled_linear,
-    _of_blocks,
+    ScaledWeight.of_blocks,
     bias_at=3,
     residual_at=4,
 )

@@ -3,9 +3,11 @@
 - ``norm_quantize(x, weight, bias, norm, eps, input_scale, dtype)``: ``(q, row_scale)`` of ``norm(x)``.
 - ``add_norm_quantize(x, residual, branch_weight, weight, bias, norm, eps, input_scale, dtype)``:
   ``(total, q, row_scale)``, with ``total = residual + x``.
-- ``add_norm(x, residual, branch_weight, weight, bias, norm, eps)``: ``(total, norm(total))`` as floats. An operator may
-  not return its input, nor one tensor twice; so ``total`` is an empty tensor, ``[0]``, if it would be ``x``, and so is
-  the second output without ``weight``.
+- ``post_norm(x, residual, weight, bias, norm, eps)``: ``norm(residual + x)``; ``post_norm_quantize``, with
+  ``input_scale`` and ``dtype``: ``(normed, q, row_scale)``, its rows quantized too.
+- ``add_norm(x, residual, branch_weight, weight, bias, norm, eps)``: ``(total, norm(total))`` as floats. An operator
+  can't return its input or one tensor twice, so that is an empty tensor, ``[0]``: ``total`` where it is ``x``, and the
+  second without ``weight``.
 
 ``dispatch.py`` documents arguments and numbers; ``norm`` and ``eps`` are the fields of a ``Norm``. Floats have
 gradients for everything that they are computed from, quantized rows have none: a block that is trained calls its float
@@ -21,7 +23,7 @@ from qgemm.kernels import checks, dispatch
 from qgemm.kernels.norms import Norm
 from qgemm.numerics.formats import INT8, OPERANDS
 from qgemm.ops.declare import NO_GRADIENT, operator
-from qgemm.ops.direct import seen_by_others
+from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
 
 _SUM = "Tensor? branch_weight, Tensor? weight, Tensor? bias, str norm, float eps"
 
@@ -34,12 +36,9 @@ def norm_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor]:
-    """``torch.ops.qgemm.norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
-    out: tuple[Tensor, Tensor]
-    if seen_by_others(x, weight, bias, input_scale):
-        out = torch.ops.qgemm.norm_quantize(x, weight, bias, norm.kind, norm.eps, input_scale, dtype)
-    else:
-        out = dispatch.norm_quantize(x, weight, bias, norm, input_scale, dtype)
+    """``torch.ops.qgemm.norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    tensors = x, None, None, weight, bias, input_scale
+    out: tuple[Tensor, Tensor] = _by_shortest_way(("norm_quantize", norm, dtype), tensors, (x, weight, bias))
     return out
 
 
@@ -53,13 +52,9 @@ def add_norm_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.qgemm.add_norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
-    out: tuple[Tensor, Tensor, Tensor]
-    if seen_by_others(x, residual, branch_weight, weight, bias, input_scale):
-        vectors = (branch_weight, weight, bias)
-        out = torch.ops.qgemm.add_norm_quantize(x, residual, *vectors, norm.kind, norm.eps, input_scale, dtype)
-    else:
-        out = dispatch.add_norm_quantize(x, residual, branch_weight, weight, bias, norm, input_scale, dtype)
+    """``torch.ops.qgemm.add_norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    tensors = x, residual, branch_weight, weight, bias, input_scale
+    out: tuple[Tensor, Tensor, Tensor] = _by_shortest_way(("add_norm_quantize", norm, dtype), tensors, tensors[:5])
     return out
 
 
@@ -78,6 +73,66 @@ def add_norm(
     if residual is None and branch_weight is None:
         total = x
     return total, total if weight is None else normed
+
+
+def post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+    """``torch.ops.qgemm.post_norm``, past the dispatcher where nobody on that way would see the call."""
+    tensors = x, residual, None, weight, bias, None
+    out: Tensor = _by_shortest_way(("post_norm", norm), tensors, (x, residual, weight, bias))
+    return out
+
+
+def post_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.qgemm.post_norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    tensors, what = (x, residual, None, weight, bias, input_scale), ("post_norm_quantize", norm, dtype)
+    out: tuple[Tensor, Tensor, Tensor] = _by_shortest_way(what, tensors, (x, residual, weight, bias))
+    return out
+
+
+_OUTPUTS = {
+    "norm_quantize": (None, None, 0, 1),
+    "add_norm_quantize": (0, None, 1, 2),
+    "post_norm": (None, 0, None, None),
+    "post_norm_quantize": (None, 0, 1, 2),
+}
+"""Which output of an operator is the total, the normed total, its rows and their scales; None for what isn't one."""
+
+
+_Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _by_shortest_way(what: tuple[Any, ...], tensors: _Tensors, arguments: tuple[Any, ...]) -> Any:
+    """What an operator returns, by the way to it that takes the host the least time.
+
+    ``what``: its name, the norm, and the dtype of rows if it makes any. ``tensors``: ``x``, the residual, the branch's
+    weight, weight, bias and a static scale. ``arguments``: those of them ahead of the norm, as the operator takes them.
+    """
+    made = recall_launch(what, tensors)
+    name, norm, *dtype = what
+    if made is None:
+        scale = (tensors[5], *dtype) if dtype else ()
+        if seen_by_others(*tensors):
+            return getattr(torch.ops.qgemm, name)(*arguments, norm.kind, norm.eps, *scale)
+        out = getattr(dispatch, name)(*arguments, norm, *scale)
+        made = out if isinstance(out, tuple) else (out,)
+
+        def launched() -> Any:
+            from qgemm.kernels.norm import launcher
+
+            x, residual, branch_weight, weight, bias, input_scale = tensors
+            outputs: Any = tuple(None if place is None else made[place] for place in _OUTPUTS[name])
+            return launcher.find_launch(x, residual, (branch_weight, weight, bias), norm, outputs, input_scale)
+
+        remember_launch(what, tensors, made, launched)
+    return made if dtype else made[0]
 
 
 def _norm_quantize(
@@ -122,6 +177,24 @@ def _add_norm(
     return x.new_empty(0) if total is x else total, normed
 
 
+def _post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float) -> Tensor:
+    return dispatch.post_norm(x, residual, weight, bias, Norm(norm, eps))
+
+
+def _post_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: str,
+    eps: float,
+    input_scale: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = dtype or INT8.storage
+    return dispatch.post_norm_quantize(x, residual, weight, bias, Norm(norm, eps), input_scale, dtype)
+
+
 def _rows_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
@@ -152,6 +225,35 @@ def _add_norm_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     checks.check_add_norm(x, residual, branch_weight, weight, bias, Norm(kind, eps))
     adds = residual is not None or branch_weight is not None
     return x.new_empty(x.shape if adds else 0), x.new_empty(0 if weight is None else x.shape)
+
+
+def _post_norm_fake(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float) -> Tensor:
+    checks.check_post_norm(x, residual, weight, bias, Norm(norm, eps))
+    return x.new_empty(x.shape)
+
+
+def _post_norm_quantize_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    residual, weight, bias, kind, eps, input_scale, *given = others
+    dtype = (given[0] if given else None) or INT8.storage
+    checks.check_post_norm_quantize(x, residual, weight, bias, Norm(kind, eps), input_scale, dtype)
+    return x.new_empty(x.shape), *_rows_like(x, dtype)
+
+
+def _post_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Of ``post_norm`` and ``post_norm_quantize``."""
+    x, residual, weight, _, kind, eps, *_ = inputs
+    if isinstance(output, tuple):
+        ctx.mark_non_differentiable(*output[1:])
+    ctx.norm = Norm(kind, eps)
+    ctx.save_for_backward(x, residual, weight)
+
+
+def _post_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor, *others: Any) -> Any:
+    x, residual, weight = ctx.saved_tensors
+    grad, grad_weight, grad_bias = _norm_backward(ctx.norm, residual + x, weight, grad)
+    grads = (grad, grad, grad_weight, grad_bias)
+    found = [g.to(x.dtype) if w else None for g, w in zip(grads, wanted, strict=False)]
+    return *found, *[None] * (len(wanted) - len(found))
 
 
 def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -220,4 +322,21 @@ operator(
     fake=_add_norm_fake,
     setup_context=_sum_setup,
     backward=_sum_backward,
+)
+operator(
+    "post_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str norm, float eps) -> Tensor",
+    cpu=_post_norm,
+    cuda=_post_norm,
+    fake=_post_norm_fake,
+    setup_context=_post_setup,
+    backward=_post_backward,
+)
+operator(
+    "post_norm_quantize(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str norm, float eps, "
+    "Tensor? input_scale, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+    cpu=_post_norm_quantize,
+    cuda=_post_norm_quantize,
+    fake=_post_norm_quantize_fake,
+    setup_context=_post_setup,
+    backward=_post_backward,
 )

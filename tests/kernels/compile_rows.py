@@ -25,11 +25,13 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows add longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("layer")))
     yield Case("rows add sandwich longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("rms"), True))
     yield Case("rows add sandwich longest float32", lambda: add_norm(longest // 4, fp32, Norm("rms_plus_one")))
+    yield Case("rows post longest bfloat16", lambda: post_norm_quantize(longest // 2, bf16, Norm("layer")))
     # Of one length, which the functions must add up in one order.
     for dtype, K in ((fp32, 4096), (bf16, 1026)):
         name = str(dtype).removeprefix("torch.")
         yield Case(f"rows sum {name} {K} norm", lambda d=dtype, k=K: norm(k, d, Norm("rms")))
         yield Case(f"rows sum {name} {K} add", lambda d=dtype, k=K: add_norm_quantize(k, d, Norm("rms"), True))
+        yield Case(f"rows sum {name} {K} post", lambda d=dtype, k=K: post_norm_quantize(k, d, Norm("rms")))
         yield Case(f"rows sum {name} {K} floats", lambda d=dtype, k=K: add_norm(k, d, Norm("rms")))
     # Triton makes a constant of a length of 1.
     yield Case("one value norm", lambda: norm(1, bf16, Norm("layer")))
@@ -69,6 +71,11 @@ def add_norm_quantize(K: int, dtype: torch.dtype, kind: Norm, sandwich: bool = F
     branch = vector(K, dtype) if sandwich else None
     bias = vector(K, dtype) if kind.is_layer else None
     norms.add_norm_quantize(rows(K, dtype), rows(K, dtype), branch, vector(K, dtype), bias, kind)
+
+
+def post_norm_quantize(K: int, dtype: torch.dtype, kind: Norm) -> None:
+    bias = vector(K, dtype) if kind.is_layer else None
+    norms.post_norm_quantize(rows(K, dtype), rows(K, dtype), vector(K, dtype), bias, kind)
 
 
 def add_norm(K: int, dtype: torch.dtype, kind: Norm) -> None:

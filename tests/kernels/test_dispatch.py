@@ -102,6 +102,16 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "weight is torch.float32 [5]; it must be torch.float32 [4], as x has it",
     ),
+    (
+        lambda: dispatch.post_norm(ones(3, 4, dtype=F32), ones(4, dtype=F32), ones(4, dtype=F32), None, Norm()),
+        ValueError,
+        "residual is torch.float32 [4]; it must be torch.float32 [3, 4]",
+    ),
+    (
+        lambda: dispatch.post_norm_quantize(ones(3, 4), ones(3, 4), ones(4), None, Norm()),
+        TypeError,
+        "x is torch.int8; post_norm_quantize accepts",
+    ),
     # activation_quantize
     (
         lambda: dispatch.activation_quantize(ones(3, 5, dtype=F32), "silu", True),

@@ -62,6 +62,11 @@ def assert_parts_agree(x: Tensor, residual: Tensor, vectors: Vectors, norm: Norm
         assert all(same(*pair) for pair in zip(found, q, strict=True))
         assert found_total.shape == found[0].shape == x.shape
     if weight is not None:
+        if branch is None:
+            assert same(norm_launch.post_norm(x, residual, weight, bias, norm), normed)
+            for form, q in rows.items():
+                found = norm_launch.post_norm_quantize(x, residual, weight, bias, norm, scale, form.storage)
+                assert all(same(*pair) for pair in zip(found, (normed, *q), strict=True))
         # Its norm alone, of the rounded sum: the same device code, the same bits.
         assert same(norm_launch.add_norm(total, None, None, weight, bias, norm)[1], normed)
         for form, q in rows.items():

@@ -67,6 +67,9 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "add_norm": (x, x.flip(0), gamma, gamma, None, *norm),
         "add_norm sum": (x, x.flip(0), None, None, None, *norm),
         "add_norm norm": (x, None, None, gamma, gamma, "layer", 1e-5),
+        "post_norm": (x, x.flip(0), gamma, gamma, "layer", 1e-5),
+        "post_norm_quantize": (x, x.flip(0), gamma, None, *norm, None),
+        "post_norm_quantize fp8": (x, x.flip(0), gamma, gamma, "layer", 1e-5, one, E4M3),
         "multiply": (a, a_scale, weight, b_scale, bias, torch.randn(5, 8, device=device).to(dtype), dtype),
         "multiply vector": (a[0], a_scale[0], weight, b_scale, None, None, dtype),
         "int_mm": (a, weight.t()),
@@ -144,6 +147,8 @@ def function_of(variant: str) -> Any:
         "norm_quantize": lambda *a: dispatch.norm_quantize(*a[:3], Norm(*a[3:5]), *a[5:]),
         "add_norm_quantize": lambda *a: dispatch.add_norm_quantize(*a[:5], Norm(*a[5:7]), *a[7:]),
         "add_norm": add_norm,
+        "post_norm": lambda *a: dispatch.post_norm(*a[:4], Norm(*a[4:])),
+        "post_norm_quantize": lambda *a: dispatch.post_norm_quantize(*a[:4], Norm(*a[4:6]), *a[6:]),
         "multiply": linear.multiply,
     }
     return elsewhere.get(name) or getattr(dispatch, name)
@@ -259,6 +264,7 @@ def float_output(out: Any) -> Tensor:
 
 # Those whose gradient depends on their input.
 CURVED = ["activate", "activate plain", "add_norm", "add_norm norm", "add_norm_quantize branch", "rotate", "route"]
+CURVED += ["post_norm", "post_norm_quantize"]
 
 
 @pytest.mark.parametrize("variant", CURVED)

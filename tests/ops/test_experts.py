@@ -15,7 +15,7 @@ from qgemm.kernels import GPT_OSS, GatedActivation
 from qgemm.kernels import activations as host
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.nn import QuantExperts
-from qgemm.ops import quant_experts, weight_only_experts
+from qgemm.ops import expert_gradients, quant_experts, weight_only_experts
 
 ACTIVATIONS = [
     *(GatedActivation(name) for name in host.ACTIVATIONS),
@@ -194,6 +194,39 @@ def test_gradients_of_half_precision(dtype: torch.dtype, device: torch.device) -
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == dtype
         assert (ours - theirs).norm() / theirs.norm() < 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8-block", "int4-32-asymmetric", "mxfp4", "nvfp4"])
+def test_gradients_of_several_experts_at_a_time(
+    scheme: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """In bfloat16 float weights of several experts are made at once: two, then two, or all; or one after the other."""
+    layer = QuantExperts.from_experts(ALL["gpt_oss"]().bfloat16(), scheme).to(device)
+    H, columns = layer.hidden_size, 3 * layer.intermediate_size
+    x, index = torch.randn(9, H, device=device).bfloat16(), torch.randint(0, E - 1, (9, 2), device=device)
+    index[0], index[1, 1] = E, -1
+    weights, grad = torch.rand(9, 2, device=device), torch.randn(9, H, device=device).bfloat16()
+    whole = layer.dequantize(torch.float32)
+    ones = (torch.ones(value.shape[:2], device=device) for value in (whole["gate_up_proj"], whole["down_proj"]))
+    parts = [(whole[name], one, whole[f"{name}_bias"]) for name, one in zip(layer.weight_names, ones, strict=True)]
+
+    def of(run: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        inputs = x.to(dtype).requires_grad_(), weights.clone().requires_grad_()
+        return torch.autograd.grad(run(inputs[0], index, inputs[1]), inputs, grad.to(dtype))
+
+    wanted = of(lambda *each: float_experts(GPT_OSS, *each, *parts[0], *parts[1]), torch.float32)
+    grouped = []
+    product = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda *a, **k: (grouped.append(len(a[1])), product(*a, **k))[1]
+    )
+    for count in (1, 2, E):
+        monkeypatch.setattr(expert_gradients, "MAX_FLOAT_BYTES", count * H * columns * 2)
+        grouped.clear()
+        found = of(layer, torch.bfloat16)
+        assert grouped == ([] if scheme == "nvfp4" or count == 1 else [count] * 3 * (E // count))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert (ours.float() - theirs).norm() / theirs.norm() < 0.02
 
 
 def test_gradients_of_one_of_the_two(device: torch.device) -> None:

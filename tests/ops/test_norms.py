@@ -35,6 +35,23 @@ def test_gradients_are_those_of_the_formula(kind: str, adds: bool, branch: bool,
     torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_gradients_behind_a_branch(kind: str, quantizes: bool, device: torch.device) -> None:
+    x, residual, weight, bias = (
+        torch.randn(*s, device=device, requires_grad=True) for s in ((3, 40), (3, 40), (40,), (40,))
+    )
+    vectors, norm = (weight, bias if kind == "layer" else None), Norm(kind, 1e-3)
+    leaves = [x, residual, *(each for each in vectors if each is not None)]
+    normed = norms.post_norm_quantize(x, residual, *vectors, norm)[0] if quantizes else None
+    normed = norms.post_norm(x, residual, *vectors, norm) if normed is None else normed
+    wanted = norm(residual + x, *vectors)
+    torch.testing.assert_close(normed, wanted)
+    along = torch.randn_like(wanted)
+    grads, expected = (torch.autograd.grad((out * along).sum(), leaves) for out in (normed, wanted))
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_sum_without_a_norm_after_it_has_gradients(device: torch.device) -> None:
     x, residual, weight = (torch.randn(*s, device=device, requires_grad=True) for s in ((3, 40), (3, 40), (40,)))
     total, same = norms.add_norm(x, residual, weight, None, None, Norm())
@@ -63,6 +80,7 @@ def test_quantized_rows_have_no_gradient(device: torch.device) -> None:
     for q, scale in (
         norms.norm_quantize(x, weight, None, Norm()),
         norms.add_norm_quantize(x, x, None, weight, None, Norm())[1:],
+        norms.post_norm_quantize(x, x, weight, None, Norm())[1:],
         activation_quantize(x, "silu", True),
     ):
         assert not q.requires_grad
@@ -88,6 +106,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "add_norm": lambda x, w: norms.add_norm(x, x, w, w, None, Norm()),
     "add_norm without a sum": lambda x, w: norms.add_norm(x, None, None, w, None, Norm()),
     "add_norm without a norm": lambda x, w: norms.add_norm(x, x, None, None, None, Norm()),
+    "post_norm": lambda x, w: norms.post_norm(x, x, w, w, Norm("layer")),
+    "post_norm_quantize": lambda x, w: norms.post_norm_quantize(x, x, w, w, Norm("layer")),
     "activation_quantize": lambda x, w: activation_quantize(x, "gelu", True),
     "multiply": lambda x, w: multiply(
         *ops.quantize_rows(x, None), *ops.quantize_rows(w.expand(8, -1), None), None, x[:, :8].contiguous(), x.dtype

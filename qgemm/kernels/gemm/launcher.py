@@ -86,6 +86,25 @@ def _launch(
     return c
 
 
+def find_launch(
+    q: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+) -> tuple[Launch | StreamKLaunch, tuple[Tensor | None, ...]]:
+    """The launch of such a call of ``dispatch.multiply``, which returned ``out``, and what to call it with."""
+    N, K = weight.shape
+    a, a_scale, c = q.view(-1, K), row_scale.view(-1), out.view(-1, N)
+    added = None if residual is None else with_contiguous_columns(residual.reshape(-1, N))
+    product = plan_product(
+        a, weight.t(), out.dtype, a_scale=a_scale, b_scale=weight_scale, bias=bias, residual=added, constant_b=True
+    )
+    return product.launch, (a, weight.t(), c, a_scale, weight_scale, bias, added)
+
+
 class Product(NamedTuple):
     """A kernel bound to everything about a product but its tensors: a, b, c, a's and b's scales, bias, residual."""
 

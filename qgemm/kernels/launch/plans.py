@@ -19,6 +19,7 @@ MAX_GUARDS = 8  # of calls of the same sizes
 
 P = TypeVar("P")
 Run = Callable[..., Tensor | None]  # of what recall takes
+Key = tuple[Any, ...]
 
 
 class PlanCache(dict[tuple[object, ...], Any]):
@@ -33,7 +34,7 @@ class PlanCache(dict[tuple[object, ...], Any]):
 
 
 plans = PlanCache()
-_guarded: dict[tuple[Any, ...], list[tuple[Callable[..., bool], Run]]] = {}
+_guarded: dict[Key, list[tuple[Callable[..., bool], Any]]] = {}
 _PLAIN = {Tensor, torch.nn.Parameter}
 # Not public: without it nothing is ever found here.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -55,7 +56,18 @@ def recall(
     """
     if type(x) not in _PLAIN:  # whose sizes may be symbols
         return None
-    found = _guarded.get((x.shape, weight.shape, bias is None, other is None, residual is None, what))
+    key = x.shape, weight.shape, bias is None, other is None, residual is None, what
+    tensors = _given(x, weight, weight_scale, bias, other)
+    run: Run | None = find(key, tensors if residual is None else (*tensors, residual))
+    return run
+
+
+def find(key: Key, tensors: tuple[Tensor, ...]) -> Any:
+    """What ``keep`` was given with ``key`` for tensors like these, if their call concerns nobody but the operator.
+
+    ``key``: shapes of some of them, and all that a call depends on beside them. The first one's class is a plain one.
+    """
+    found = _guarded.get(key)
     if (
         found is None
         or forward_ad._current_level >= 0
@@ -63,9 +75,6 @@ def recall(
         or torch._C._autograd._profiler_enabled()
     ):
         return None
-    tensors = _given(x, weight, weight_scale, bias, other)
-    if residual is not None:
-        tensors = (*tensors, residual)
     for guard, run in found:
         if guard(*tensors):
             return run
@@ -83,9 +92,13 @@ def remember(
     what: object = None,
 ) -> None:
     """Keeps ``run`` for calls like this one, which concerns nobody but the operator itself."""
+    key = x.shape, weight.shape, bias is None, other is None, residual is None, what
     tensors = _given(x, weight, weight_scale, bias, other)
-    if residual is not None:
-        tensors = (*tensors, residual)
+    keep(run, key, tensors if residual is None else (*tensors, residual))
+
+
+def keep(run: Any, key: Key, tensors: tuple[Tensor, ...]) -> None:
+    """Keeps ``run`` for ``find``."""
     # With gradients on, a call with such a tensor concerns autograd.
     if _Guards is None or any(tensor.requires_grad for tensor in tensors):
         return
@@ -97,7 +110,6 @@ def remember(
         return
     if len(_guarded) >= MAX_SIZES:
         _guarded.clear()
-    key = x.shape, weight.shape, bias is None, other is None, residual is None, what
     found = _guarded.setdefault(key, [])
     if len(found) >= MAX_GUARDS:
         found.clear()

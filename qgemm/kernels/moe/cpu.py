@@ -40,15 +40,14 @@ def experts(
 def weight_only_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
 ) -> Tensor:
-    """``dispatch.weight_only_experts`` on the CPU: the float weights of one expert at a time are made."""
+    """``dispatch.weight_only_experts`` on the CPU: one float weight of an expert at a time is made."""
 
     def run(expert: int, rows: Tensor) -> Tensor:
-        own = weights.of(expert)
-        first, second = own.float_weights(x.dtype)
-        biases = [None if bias is None else bias.to(x.dtype) for bias in (own.gate_up_bias, own.down_bias)]
+        first, second = weights.stored(expert, expert + 1)
+        biases = [None if each.bias is None else each.bias.to(x.dtype) for each in (first, second)]
         with torch.autocast(x.device.type, enabled=False):
-            h = own.activation(F.linear(x[rows], first, biases[0])).to(x.dtype)
-            return F.linear(h, second, biases[1])
+            h = weights.activation(F.linear(x[rows], first.dequantize(x.dtype), biases[0])).to(x.dtype)
+            return F.linear(h, second.dequantize(x.dtype), biases[1])
 
     return _mixture(x, top_k_index, top_k_weights, len(weights.down), run, residual)
 

@@ -1,7 +1,7 @@
-"""Launcher of the norm kernel: ``norm_quantize``, ``add_norm_quantize`` and ``add_norm`` on GPU tensors, CPU tensors
-in Triton's interpreter.
+"""Launcher of the norm kernel: ``norm_quantize``, ``add_norm_quantize``, ``add_norm``, ``post_norm`` and
+``post_norm_quantize`` on GPU tensors, or CPU tensors in Triton's interpreter.
 
-They are one kernel with other parts left out, so a row has the same bits in all three.
+They are one kernel with other parts left out, so a row has the same bits in all of them.
 """
 
 import torch
@@ -76,6 +76,39 @@ def add_norm(
     return total, total if normed is None else normed
 
 
+def post_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+) -> Tensor:
+    """``dispatch.post_norm`` on a GPU."""
+    if not _is_held(x):
+        return _add_norm_by_torch(x, residual, (None, weight, bias), norm)[1]
+    normed = _empty_like(x)
+    _run(x, residual, (None, weight, bias), norm, (None, normed, None, None), None)
+    return normed
+
+
+def post_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch.post_norm_quantize`` on a GPU."""
+    if not _is_held(x):
+        normed = post_norm(x, residual, weight, bias, norm)
+        return normed, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
+    normed, (q, row_scale) = _empty_like(x), _empty_rows(x, dtype)
+    _run(x, residual, (None, weight, bias), norm, (None, normed, q, row_scale), input_scale)
+    return normed, q, row_scale
+
+
 def _is_held(x: Tensor) -> bool:
     """Whether a program can hold a row."""
     return 0 < x.shape[-1] * x.itemsize <= MAX_ROW_BYTES
@@ -107,10 +140,22 @@ def _run(
     scale: Tensor | None,
 ) -> None:
     """The kernel. ``vectors``: the branch's weight, weight and bias. ``outputs``: total, normed, q and row_scale."""
+    if x.numel():
+        launch, tensors = find_launch(x, residual, vectors, norm, outputs, scale)
+        launch(*tensors)
+
+
+def find_launch(
+    x: Tensor,
+    residual: Tensor | None,
+    vectors: Vectors,
+    norm: Norm,
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    scale: Tensor | None,
+) -> tuple[Launch, tuple[Tensor | None, ...]]:
+    """The launch of such a call, and what to call it with."""
     K = x.shape[-1]
     rows = x.reshape(-1, K)
-    if not rows.shape[0]:
-        return
     residuals = None if residual is None else residual.reshape(-1, K)
     vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
     total, normed, q, row_scale = outputs
@@ -124,7 +169,7 @@ def _run(
         launch = plans.keep(kind, _make_launch(rows, residuals, norm, dtype))
     # The kernel takes fp8 as bytes.
     q = None if q is None else q.view(torch.int8)
-    launch(rows, residuals, *vectors, total, normed, q, row_scale, scale)
+    return launch, (rows, residuals, *vectors, total, normed, q, row_scale, scale)
 
 
 def _make_launch(rows: Tensor, residuals: Tensor | None, norm: Norm, dtype: torch.dtype) -> Launch:

@@ -32,7 +32,7 @@ from qgemm.nn.blocks.mixture import FusedMixture, MlpAndMixture
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Operands, SummedOperands, read_rows
 from qgemm.nn.blocks.position_bias import POSITION_BIAS
-from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quantize, read
+from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize_and_read, quantize, read
 from qgemm.ops.direct import in_forward_mode
 
 Form = Literal["in a row", "side by side", "norms last", "alone"]
@@ -227,7 +227,7 @@ class FusedLayer:
         dtype, is_plain = x.dtype, self.multiplier == 1.0
         # With few rows, the product adds the residual; with many, the kernel of the norm does.
         is_small = x.numel() <= MAX_SMALL_ROWS * x.shape[-1]
-        reads = [() if isinstance(each.branch, MlpAndMixture) else operands[i] for i, each in enumerate(self.steps)]
+        reads = self._reads(operands)
         into: Any = read(x, self.steps[0].norm, reads[0])
         last = len(self.steps) - 1
         for i, step in enumerate(self.steps):
@@ -268,9 +268,19 @@ class FusedLayer:
         return out if self.residual_first else out + x
 
     def _norms_last(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
-        for step, own in zip(self.steps, operands, strict=True):
-            x = normalize(step.branch(x, own, x, x.dtype, context), step.out_norm)
+        dtype, reads = x.dtype, self._reads(operands)
+        into: Any = x
+        for step, own, following in zip(self.steps, operands, (*reads[1:], ()), strict=True):
+            residual = x
+            # A product that added the residual would take longer: all SMs read their parts of it as they store.
+            adds = getattr(step.branch, "adds", False)
+            out = step.branch(into, own, residual if adds else None, dtype, context)
+            x, into = normalize_and_read(out, None if adds else residual, step.out_norm, following)
         return x
+
+    def _reads(self, operands: AllOperands) -> AllOperands:
+        """The operands that read a branch's input."""
+        return [() if isinstance(each.branch, MlpAndMixture) else operands[i] for i, each in enumerate(self.steps)]
 
 
 def _is_summed(operands: tuple[Operands, ...]) -> bool:

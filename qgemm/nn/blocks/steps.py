@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.nn.blocks.operands import Input, Operands, read_rows
-from qgemm.ops.norms import add_norm, add_norm_quantize, norm_quantize
+from qgemm.ops.norms import add_norm, add_norm_quantize, norm_quantize, post_norm, post_norm_quantize
 from qgemm.ops.rows import activate as activate_floats
 from qgemm.ops.rows import activation_quantize
 
@@ -83,6 +83,25 @@ def add(x: Tensor, residual: Tensor, out_step: NormStep | None) -> Tensor:
     if out_step is None or vectors is None or vectors[1] is not None or out_step.norm is None:
         return residual + normalize(x, out_step)
     return add_norm(x, residual, vectors[0], None, None, out_step.norm)[0]
+
+
+def normalize_and_read(
+    x: Tensor, residual: Tensor | None, step: NormStep | None, operands: tuple[Operands, ...]
+) -> tuple[Tensor, Input]:
+    """``normed = norm(residual + x)``, and what the next branch reads of it: quantized rows if it is given such.
+
+    Without ``residual``, ``norm(x)``.
+    """
+    vectors = None if step is None else step.vectors(x)
+    if residual is None or step is None or step.norm is None or vectors is None:
+        normed = normalize(x if residual is None else residual + x, step)
+        return normed, normed
+    if read_rows(operands):
+        scale, dtype = operands[0].input_scale, operands[0].dtype
+        normed, *rows = post_norm_quantize(x, residual, *vectors, step.norm, scale, dtype)
+        return normed, QuantizedRows(*rows)
+    normed = post_norm(x, residual, *vectors, step.norm)
+    return normed, normed
 
 
 def activate(h: Tensor, activation: Callable[[Tensor], Tensor], name: str, gated: bool, operands: Operands) -> Input:

@@ -1,0 +1,124 @@
+"""Gradients of a mixture of experts for its input and its routing weights, through the dequantized weights.
+
+With ``h = x @ gate_up.T + bias``, ``a = activation(h)``, ``y = a @ down.T + bias`` and a routing weight ``w``, the
+gradient of ``w * y`` for ``w`` is ``grad . y = (grad @ down) . a + grad . bias``, so ``y`` itself isn't needed.
+
+The float weights of some experts at a time are made, whose products are then grouped ones.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qgemm.kernels.activations import GatedActivation
+from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
+from qgemm.ops.float_weight import float_weight
+
+MAX_FLOAT_BYTES = 2**28  # of float weights at a time, where more than one expert's are
+_ALIGNMENT = 16  # bytes, of the rows of grouped products
+
+
+def gradients(
+    grad: Tensor,
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    experts: ExpertWeights | WeightOnlyExperts,
+) -> tuple[Tensor, Tensor]:
+    """Those of ``x`` and ``top_k_weights``, in their dtypes. ``grad``: that of the output, ``[T, hidden_size]``."""
+    k, E = top_k_index.shape[1], len(experts.down)
+    ids, pairs = top_k_index.flatten().sort(stable=True)
+    # Of each pair of a token and an expert, in the order of the experts.
+    rows, factors = pairs // k, top_k_weights.flatten()[pairs].float()
+    grad_pairs, grad_factors = x.new_zeros((len(pairs), x.shape[1])), torch.zeros_like(factors)
+    ends = torch.searchsorted(ids, torch.arange(E + 1, device=ids.device))
+    bounds = ends.tolist()
+    for first, last in _parts(experts, x.dtype):
+        some = slice(bounds[first], bounds[last])
+        if some.start == some.stop:
+            continue
+        offsets = (ends[first + 1 : last + 1] - some.start).int()
+        gate_up, down = experts.stored(first, last)
+        first_weight, second_weight = (
+            float_weight(each, x.dtype).unflatten(0, (last - first, -1)) for each in (gate_up, down)
+        )
+        h = _product(x[rows[some]], first_weight.mT, offsets)
+        if gate_up.bias is not None:
+            h = h + gate_up.bias.to(x.dtype).view(last - first, -1)[ids[some] - first]
+        grad_y = grad[rows[some]]
+        grad_inner = _product(grad_y, second_weight, offsets).float()
+        of_factors = (grad_inner * experts.activation(h)).sum(-1)
+        if down.bias is not None:
+            of_factors = of_factors + (
+                grad_y.float() * down.bias.float().view(last - first, -1)[ids[some] - first]
+            ).sum(-1)
+        grad_factors[some] = of_factors
+        grad_h = _activation_backward(experts.activation, h.float(), grad_inner * factors[some, None])
+        grad_pairs[some] = _product(grad_h.to(x.dtype), first_weight, offsets)
+    # Summed in an order that doesn't depend on the device's mood.
+    places = torch.empty_like(pairs).index_copy_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+    grad_x = grad_pairs[places].view(*top_k_index.shape, x.shape[1]).float().sum(1)
+    return grad_x.to(x.dtype), grad_factors[places].view(top_k_index.shape).to(top_k_weights.dtype)
+
+
+def _parts(experts: ExpertWeights | WeightOnlyExperts, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """The experts whose float weights are made together, from one to another."""
+    E, (hidden_size, intermediate_size) = len(experts.down), experts.sizes
+    columns = experts.activation.columns(intermediate_size)
+    count = 1
+    # PyTorch's grouped products are fast in bfloat16 alone.
+    aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (hidden_size, intermediate_size, columns))
+    if dtype == torch.bfloat16 and aligned and experts.may_be_stacked:
+        each = hidden_size * (columns + intermediate_size) * dtype.itemsize
+        count = max(1, MAX_FLOAT_BYTES // max(each, 1))
+    for first in range(0, E, count):
+        yield first, min(first + count, E)
+
+
+def _product(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """``rows @ weights[e]``, where the rows of each ``e`` end at ``offsets[e]``."""
+    if len(weights) == 1:
+        return rows @ weights[0]
+    out: Tensor = F.grouped_mm(rows, weights, offs=offsets)
+    return out
+
+
+def _activation_backward(activation: GatedActivation, h: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of ``activation(h)`` for ``h``, both float32, where ``grad`` is that of its result."""
+    gate, up = h.chunk(2, dim=-1) if activation.gated else (h, None)
+    clamped = gate if activation.limit is None else gate.clamp(max=activation.limit)
+    if up is None:
+        opened = grad
+    else:
+        clamped_up = up if activation.limit is None else up.clamp(-activation.limit, activation.limit)
+        opened = grad * (clamped_up + activation.up_offset)
+    grad_gate = _gate_backward(activation, clamped, opened)
+    if activation.limit is not None:
+        grad_gate = grad_gate.masked_fill(gate > activation.limit, 0.0)
+    if up is None:
+        return grad_gate
+    grad_up = grad * _gate(activation, clamped)
+    if activation.limit is not None:
+        grad_up = grad_up.masked_fill(up.abs() > activation.limit, 0.0)
+    return torch.cat((grad_gate, grad_up), dim=-1)
+
+
+def _gate(activation: GatedActivation, gate: Tensor) -> Tensor:
+    return GatedActivation(activation.name, gated=False, alpha=activation.alpha)(gate)
+
+
+def _gate_backward(activation: GatedActivation, gate: Tensor, grad: Tensor) -> Tensor:
+    out: Tensor
+    if activation.name == "silu":
+        sigmoid = torch.sigmoid(activation.alpha * gate)
+        out = grad * sigmoid * (1 + activation.alpha * gate * (1 - sigmoid))
+    elif activation.name == "relu":
+        out = torch.ops.aten.threshold_backward(grad, gate, 0)
+    elif activation.name == "relu2":
+        out = grad * 2 * gate.clamp(min=0)
+    else:
+        approximate = {"gelu": "none", "gelu_tanh": "tanh"}[activation.name]
+        out = torch.ops.aten.gelu_backward(grad, gate, approximate=approximate)
+    return out
