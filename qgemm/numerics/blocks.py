@@ -23,12 +23,12 @@ def spread_groups(scale: Tensor, K: int) -> Tensor:
 
 
 def spread_blocks(scale: Tensor, N: int, K: int) -> Tensor:
-    """The scale of each value, ``[N, K]``, from those of blocks ``[ceil(N / 128), ceil(K / 128)]``."""
+    """The scale of each value, ``[N, K]``, from scales of blocks ``[ceil(N / 128), ceil(K / 128)]``."""
     return spread_rows(spread_groups(scale, K), N)
 
 
 def spread_rows(scale: Tensor, N: int) -> Tensor:
-    """The scales of each row, ``[..., N, ceil(K / 128)]``, from those of blocks, ``[..., ceil(N / 128), ...]``."""
+    """The scales of each row, ``[..., N, ceil(K / 128)]``, from scales of blocks ``[..., ceil(N / 128), ...]``."""
     return scale.repeat_interleave(BLOCK, dim=-2)[..., :N, :]
 
 

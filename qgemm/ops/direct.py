@@ -59,9 +59,9 @@ def _is_watched(x: Tensor) -> bool:
 
 
 def recall_launch(what: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
-    """The outputs of a call of an operator that is one launch, if ``remember_launch`` knows one like it.
+    """Repeats a call of an operator that is a single launch, if ``remember_launch`` knows a similar one; else None.
 
-    ``what``: the operator, and what it is called with beside ``tensors``, of which the first is no None.
+    ``what``: the operator, and its arguments other than ``tensors``, the first of which isn't None.
     """
     x = tensors[0]
     if torch.compiler.is_compiling() or type(x) not in _PLAIN or x is None or not x.is_cuda:
@@ -78,9 +78,9 @@ def remember_launch(
     made: tuple[Tensor, ...],
     launched: Callable[[], tuple[Any, Sequence[Tensor | None]]],
 ) -> None:
-    """Remembers a call that nobody else sees, for others like it. ``made``: its outputs.
+    """Remembers a call that nothing else needs to see, for similar calls. ``made``: its outputs.
 
-    ``launched``: gives the launch that made them, and what that was called with.
+    ``launched``: returns the launch that made them, and the launch's arguments.
     """
     x = tensors[0]
     if x is None or not x.is_cuda or not x.numel():

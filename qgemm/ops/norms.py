@@ -3,11 +3,11 @@
 - ``norm_quantize(x, weight, bias, norm, eps, input_scale, dtype)``: ``(q, row_scale)`` of ``norm(x)``.
 - ``add_norm_quantize(x, residual, branch_weight, weight, bias, norm, eps, input_scale, dtype)``:
   ``(total, q, row_scale)``, with ``total = residual + x``.
-- ``post_norm(x, residual, weight, bias, norm, eps)``: ``norm(residual + x)``; ``post_norm_quantize``, with
-  ``input_scale`` and ``dtype``: ``(normed, q, row_scale)``, its rows quantized too.
-- ``add_norm(x, residual, branch_weight, weight, bias, norm, eps)``: ``(total, norm(total))`` as floats. An operator
-  can't return its input or one tensor twice, so that is an empty tensor, ``[0]``: ``total`` where it is ``x``, and the
-  second without ``weight``.
+- ``post_norm(x, residual, weight, bias, norm, eps)``: ``norm(residual + x)``; ``post_norm_quantize``, which also has
+  ``input_scale`` and ``dtype``: ``(normed, q, row_scale)``, with its rows quantized too.
+- ``add_norm(x, residual, branch_weight, weight, bias, norm, eps)``: ``(total, norm(total))`` as floats. An operator may
+  not return its input, nor one tensor twice; so ``total`` is an empty tensor, ``[0]``, if it would be ``x``, and so is
+  the second output without ``weight``.
 
 ``dispatch.py`` documents arguments and numbers; ``norm`` and ``eps`` are the fields of a ``Norm``. Floats have
 gradients for everything that they are computed from, quantized rows have none: a block that is trained calls its float
@@ -36,7 +36,7 @@ def norm_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor]:
-    """``torch.ops.qgemm.norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    """``torch.ops.qgemm.norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
     tensors = x, None, None, weight, bias, input_scale
     out: tuple[Tensor, Tensor] = _by_shortest_way(("norm_quantize", norm, dtype), tensors, (x, weight, bias))
     return out
@@ -52,7 +52,7 @@ def add_norm_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.qgemm.add_norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    """``torch.ops.qgemm.add_norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
     tensors = x, residual, branch_weight, weight, bias, input_scale
     out: tuple[Tensor, Tensor, Tensor] = _by_shortest_way(("add_norm_quantize", norm, dtype), tensors, tensors[:5])
     return out
@@ -76,7 +76,7 @@ def add_norm(
 
 
 def post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-    """``torch.ops.qgemm.post_norm``, past the dispatcher where nobody on that way would see the call."""
+    """``torch.ops.qgemm.post_norm``, bypassing the dispatcher where nothing in it needs to see the call."""
     tensors = x, residual, None, weight, bias, None
     out: Tensor = _by_shortest_way(("post_norm", norm), tensors, (x, residual, weight, bias))
     return out
@@ -91,7 +91,7 @@ def post_norm_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.qgemm.post_norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    """``torch.ops.qgemm.post_norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
     tensors, what = (x, residual, None, weight, bias, input_scale), ("post_norm_quantize", norm, dtype)
     out: tuple[Tensor, Tensor, Tensor] = _by_shortest_way(what, tensors, (x, residual, weight, bias))
     return out
@@ -103,17 +103,17 @@ _OUTPUTS = {
     "post_norm": (None, 0, None, None),
     "post_norm_quantize": (None, 0, 1, 2),
 }
-"""Which output of an operator is the total, the normed total, its rows and their scales; None for what isn't one."""
+"""The indices of an operator's outputs: the total, the normed total, its rows and their scales; None if missing."""
 
 
 _Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _by_shortest_way(what: tuple[Any, ...], tensors: _Tensors, arguments: tuple[Any, ...]) -> Any:
-    """What an operator returns, by the way to it that takes the host the least time.
+    """Calls an operator by the way that takes the host the least time; returns what the operator returns.
 
     ``what``: its name, the norm, and the dtype of rows if it makes any. ``tensors``: ``x``, the residual, the branch's
-    weight, weight, bias and a static scale. ``arguments``: those of them ahead of the norm, as the operator takes them.
+    weight, weight, bias and a static scale. ``arguments``: those of them before the norm, in the operator's order.
     """
     made = recall_launch(what, tensors)
     name, norm, *dtype = what
@@ -240,7 +240,7 @@ def _post_norm_quantize_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, T
 
 
 def _post_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Of ``post_norm`` and ``post_norm_quantize``."""
+    """The ``setup_context`` of ``post_norm`` and ``post_norm_quantize``."""
     x, residual, weight, _, kind, eps, *_ = inputs
     if isinstance(output, tuple):
         ctx.mark_non_differentiable(*output[1:])

@@ -25,7 +25,7 @@ from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
 def activation_quantize(
     x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
-    """``torch.ops.qgemm.activation_quantize``, past the dispatcher where nobody on that way would see the call."""
+    """``torch.ops.qgemm.activation_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
     what, tensors = ("activation_quantize", activation, gated, dtype), (x, input_scale)
     out: Any = recall_launch(what, tensors)
     if out is None and seen_by_others(x, input_scale):

@@ -272,7 +272,7 @@ class FusedLayer:
         into: Any = x
         for step, own, following in zip(self.steps, operands, (*reads[1:], ()), strict=True):
             residual = x
-            # A product that added the residual would take longer: all SMs read their parts of it as they store.
+            # A product that also adds the residual would take longer: all SMs read their parts of it while they store.
             adds = getattr(step.branch, "adds", False)
             out = step.branch(into, own, residual if adds else None, dtype, context)
             x, into = normalize_and_read(out, None if adds else residual, step.out_norm, following)

@@ -88,9 +88,9 @@ def add(x: Tensor, residual: Tensor, out_step: NormStep | None) -> Tensor:
 def normalize_and_read(
     x: Tensor, residual: Tensor | None, step: NormStep | None, operands: tuple[Operands, ...]
 ) -> tuple[Tensor, Input]:
-    """``normed = norm(residual + x)``, and what the next branch reads of it: quantized rows if it is given such.
+    """``normed = norm(residual + x)``, and the next branch's input: quantized rows if it reads such, else ``normed``.
 
-    Without ``residual``, ``norm(x)``.
+    Without a ``residual``, ``normed = norm(x)``.
     """
     vectors = None if step is None else step.vectors(x)
     if residual is None or step is None or step.norm is None or vectors is None:
