@@ -322,7 +322,7 @@ def quantize_blocks(blocks, quantization, BLOCKS: tl.constexpr):
 
 @triton.jit
 def quantize_rows_of_tile(x, quantization):
-    """``(scale [R], int8 [R, K])`` of the rows of ``x [R, K]``, each by its own scale; values beyond a row must be 0."""
+    """``(scale [R], int8 [R, K])`` of the rows of ``x [R, K]``, each by its own scale; beyond a row they must be 0."""
     amax = _float_of(tl.max(_magnitude(x), axis=1), x.dtype)
     scale = quantization.row_scale(amax)
     return scale, quantization.divide(x, scale[:, None], None)
