@@ -13,9 +13,9 @@ from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv
 
-MAX_ROW_BYTES = 32_768  # of a row that a program keeps in registers, after the activation
-LONG_ROW_BLOCK = 4096  # values at a time of a longer one
-BLOCK = 1024  # values of a program that doesn't quantize
+MAX_ROW_BYTES = 32_768  # of a row, after the activation, that a program keeps in registers
+LONG_ROW_BLOCK = 4096  # values of a longer row that are computed at a time
+BLOCK = 1024  # values per program without quantization
 
 
 def activation_quantize(
@@ -31,7 +31,7 @@ def activation_quantize(
         if columns and rows.stride(1) != 1:
             rows = rows.contiguous()
         launch = _plan(rows, K, GatedActivation(activation, gated), input_scale, dtype)
-        launch(rows, q.view(torch.int8), row_scale, input_scale)  # the kernel takes fp8 as bytes
+        launch(rows, q.view(torch.int8), row_scale, input_scale)  # the kernel gets fp8 as bytes
     return q, row_scale
 
 
@@ -74,7 +74,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def activated_row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:
-    """``quantize.row_blocks`` of a row of ``K`` values after the activation."""
+    """``quantize.row_blocks`` for a row of ``K`` values after the activation."""
     block, blocks, threads = quantize.row_blocks(K, itemsize, MAX_ROW_BYTES, LONG_ROW_BLOCK)
     if blocks and K > 4096:
         # Gates and ups are read: with half as many threads, rows of 14,336 took 1.2 times as long on an H200.
