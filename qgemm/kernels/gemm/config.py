@@ -91,7 +91,7 @@ class GemmConfig:
 
     @property
     def sharing_groups(self) -> int:
-        """How many groups of four warps share a tile: two of fp8's eight warps: one adds while one multiplies."""
+        """How many groups of four warps share a tile: two for fp8 with eight warps; one adds while one multiplies."""
         return self.num_warps // 4 if self.promotes else 1
 
     @property

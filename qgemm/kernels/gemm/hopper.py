@@ -25,7 +25,7 @@ THREADS = 256  # of a program: four warps that multiply, and four for the one th
 MAX_VALUES_TO_OVERLAP = 5 << 20  # to be quantized while a product starts
 MAX_ROWS_TO_START_NEXT = 128
 COLUMNS_OF_LONG_PRODUCTS = 4  # of tiles that programs take at a time
-MAX_MORE_ROUNDS = 1.03  # of a long product's waves, so that programs take whole blocks of those columns
+MAX_MORE_ROUNDS = 1.03  # how many times the waves a long product may take, to compute whole blocks of columns
 MAX_SHORT_LOOP_VALUES = 2048  # values of K that a program goes through, in all waves: too few to be slowed down much
 PATIENCE = 128  # how often programs that wait for the rows of others ask for them
 # A layer of few rows is one launch. In CUDA graphs, it is two if the weight is so small that launches, one after the

@@ -1,5 +1,4 @@
-"""The scales of fp8 blocks, for the sums over ``Ring``: one per row and 128 values of K, one per block of 128 x 128 of
-B.
+"""The scales of fp8 blocks for ``Ring``'s sums: of A per row and 128 values of K, of B per 128 x 128 values.
 
 For Hopper (sm_90), in Gluon. ``AllBlockScales`` has the scales of both matrices, ``BlockScales`` those of one tile.
 """

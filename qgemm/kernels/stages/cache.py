@@ -1,5 +1,4 @@
-"""The keys and values of a head in a cache, ``[L, D]``, read block by block: ``FloatKeys``, ``Int8Keys``,
-``...Values``.
+"""A head's keys and values in a cache, ``[L, D]``, block by block: ``FloatKeys``, ``Int8Keys``, ``...Values``.
 
 ``Rows`` gives their addresses.
 
@@ -25,7 +24,7 @@ MIN_ORDER = tl.constexpr(-100)
 
 @aggregate
 class Rows:
-    """The rows of a sequence's keys or values, or the scales of either: one after the other, or in pages.
+    """The rows of a sequence's keys or values, or the scales of either: one after the other, or anywhere.
 
     ``pages`` is None, or a pointer to int64, the place of each row, or to int32, the page of each ``PAGE`` rows.
     Without pages, rows are ``stride`` apart. With ``PAGE > 0``, a page has that many rows, and pages are

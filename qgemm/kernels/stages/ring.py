@@ -34,7 +34,7 @@ LARGER_VIEWS = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpre
 
 PANEL = gl.constexpr(128)  # bytes: the width of TMA's swizzle; of fp8, the number of values that share a scale
 MMA_ROWS = gl.constexpr(64)  # the minimum that wgmma multiplies
-PRODUCER_REGISTERS = gl.constexpr(40)  # per thread
+PRODUCER_REGISTERS = gl.constexpr(40)  # per producer thread
 
 
 @functools.cache
