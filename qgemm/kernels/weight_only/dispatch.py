@@ -1,5 +1,4 @@
-"""``weight_only_linear``: products with quantized weights, as ``qgemm.numerics.groups`` describes them. And their
-floats.
+"""``weight_only_linear``: products with the quantized weights of ``qgemm.numerics.groups``; and ``float_weight``.
 
 With float rows, a CPU dequantizes some rows of the weight at a time (``cpu.py``), and a GPU multiplies by the stored
 weight (``float_launcher.py``). With int8 rows, both multiply integers (``int8_cpu.py``, ``int8_launcher.py``).

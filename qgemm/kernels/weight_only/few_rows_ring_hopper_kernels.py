@@ -1,5 +1,4 @@
-"""Products of up to 32 rows with stored 4- and 8-bit weights on Hopper (sm_90), through a ring that TMA fills. In
-Gluon.
+"""Products of up to 32 rows with stored 4- and 8-bit weights on Hopper (sm_90): TMA fills a ring. In Gluon.
 
 As ``few_rows_hopper_kernels``, but for rows that consist of whole blocks of 128 bytes, and without small groups.
 

@@ -60,8 +60,9 @@ class Int8Config(Shareable):
 
     ``warps``: the warps of a program of the kernel for few rows, each with its own block of K; 0 for the other kernel.
     ``pieces``: the number of pieces in which a tile's columns are multiplied, scaled and stored. ``consumers``: how
-    many groups of warps multiply in the other kernel; ``splits`` of them take turns at the same rows. ``multiplies``:
-    whether values are multiplied by their group's scale, an integer number of steps, so that sums are integers.
+    many groups of warps multiply in the other kernel; ``splits`` of them have the same rows, with blocks of K in turn.
+    ``multiplies``: whether values are multiplied by their group's scale, an integer number of steps, so that sums are
+    integers.
     ``x_slots``: the number of slots for halves of blocks of x, where these have separate slots.
     """
 
