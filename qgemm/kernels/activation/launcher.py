@@ -13,10 +13,10 @@ from qgemm.kernels.stages.activations import device_activation
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv
 
-MAX_ROW_BYTES = 32_768  # of a row that a program keeps in registers, after the activation
-LONG_ROW_BLOCK = 4096  # values at a time of a longer one
-MAX_VALUES_OF_A_THREAD = 32  # of rows of up to 4,096
-BLOCK = 1024  # values of a program that doesn't quantize
+MAX_ROW_BYTES = 32_768  # of a row, after the activation, that a program keeps in registers
+LONG_ROW_BLOCK = 4096  # values of a longer row that are computed at a time
+MAX_VALUES_PER_THREAD = 32  # of a row of up to 4,096 values
+BLOCK = 1024  # values per program without quantization
 
 
 def activation_quantize(
@@ -84,10 +84,10 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def activated_row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:
-    """``quantize.row_blocks`` of a row of ``K`` values after the activation."""
+    """``quantize.row_blocks`` for a row of ``K`` values after the activation."""
     block, blocks, threads = quantize.row_blocks(K, itemsize, MAX_ROW_BYTES, LONG_ROW_BLOCK)
-    if blocks and (K > 4096 or K > MAX_VALUES_OF_A_THREAD * threads):
-        # With half as many threads, rows of 14,336 took 1.2 times as long on an H200, those of 1,536 and 3,072 on an H100.
+    if blocks and (K > 4096 or MAX_VALUES_PER_THREAD * threads < K):
+        # With half as many threads, rows of 14,336 took 1.2 times as long on an H200, and 1,536 and 3,072 on an H100.
         block, threads = 2 * block, 2 * threads
         blocks = cdiv(K, block)
     return block, blocks, threads

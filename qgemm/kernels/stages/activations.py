@@ -1,4 +1,4 @@
-"""Activations of float32 values on the device; ``kernels/activations.py`` has the host's."""
+"""Activations of float32 values on the device; ``kernels/activations.py`` has those of the host."""
 
 import triton
 import triton.language as tl
@@ -42,7 +42,7 @@ def gelu_of_16_bits(x):
 
 @triton.jit
 def gelu_tanh(x):
-    """GELU by its approximation with a tanh; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
+    """GELU in its tanh approximation; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
     return times_sigmoid(x, 1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
@@ -54,7 +54,7 @@ def silu(x):
 
 @triton.jit
 def times_sigmoid(x, u):
-    """``x / (1 + exp(-u))``, without the steps for what exponentials and quotients below 2^-126 take."""
+    """``x / (1 + exp(-u))``, without the extra steps that exponentials and quotients below 2^-126 would take."""
     if INTERPRETING:
         return x / (1.0 + tl.exp(-u))
     else:
@@ -69,7 +69,7 @@ def relu2(x):
 
 @triton.jit
 def gate_value(gate, FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr):
-    """What ``ACTIVATION``, a ``GatedActivation``, makes of a gate; ``FUNCTION``: the one of its name."""
+    """The activated gate of ``ACTIVATION``, a ``GatedActivation``. ``FUNCTION``: the device function of its name."""
     if ACTIVATION.limit is not None:
         gate = tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
     return gate / (1.0 + tl.exp(-ACTIVATION.alpha * gate)) if ACTIVATION.alpha != 1.0 else FUNCTION(gate)
@@ -77,7 +77,7 @@ def gate_value(gate, FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def up_value(up, ACTIVATION: tl.constexpr):
-    """What ``ACTIVATION`` multiplies an activated gate by."""
+    """The factor that ``ACTIVATION`` multiplies an activated gate by."""
     LIMIT: tl.constexpr = ACTIVATION.limit
     if LIMIT is not None:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -90,4 +90,4 @@ def device_activation(name: str, itemsize: int):
 
 
 DEVICE_ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "relu2": relu2}
-"""By name."""
+"""The device functions by name."""
