@@ -35,7 +35,6 @@ ENCODERS = {
     for shape in (
         MODELS["minilm-l6"],
         MODELS["bert-base"],
-        ModelShape("mpnet-base", "MPNetConfig", 12, is_decoder=False),
         ModelShape("xlm-roberta-large", "XLMRobertaConfig", 24, _LARGE, is_decoder=False),
     )
 }

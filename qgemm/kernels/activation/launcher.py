@@ -3,13 +3,17 @@
 import torch
 from torch import Tensor
 
-from qgemm.kernels.activation.kernels import _activation_kernel, _activation_quantize_kernel
+from qgemm.kernels.activation.kernels import (
+    _activation_backward_kernel,
+    _activation_kernel,
+    _activation_quantize_kernel,
+)
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.kernels.stages.activations import device_activation
+from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS, device_activation
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv
 
@@ -81,6 +85,27 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
             plans.keep(kind, launch)
         launch(rows, out)
     return out
+
+
+def activation_backward(
+    h: Tensor, grad: Tensor, factors: Tensor, end: Tensor, activation: GatedActivation, most: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``(factors * grad * activation(h)).sum()`` for ``h``, in its dtype, and ``factors``.
+
+    ``h``: contiguous, as ``GatedActivation`` takes it, ``[M, columns]``. ``grad``: contiguous ``[M, K]`` in the dtype
+    of ``h``. ``factors``: float32 ``[M]``. ``end``: int32 ``[1]``, which holds M. ``most``: at least M; calls of the
+    same ``most`` share a launch.
+    """
+    grad_h, grad_factors = torch.empty_like(h), torch.empty_like(factors)
+    if grad_h.numel():
+        kind = (activation_backward, most, grad.shape[1], h.dtype, h.device, activation)
+        launch: Launch | None = plans.get(kind)
+        if launch is None:
+            constants = (DEVICE_ACTIVATIONS[activation.name], activation, BLOCK)
+            launch = Launch(_activation_backward_kernel, most, (grad.shape[1],), constants, num_warps=4)
+            plans.keep(kind, launch)
+        launch(h, grad, factors, end, grad_h, grad_factors)
+    return grad_h, grad_factors
 
 
 def activated_row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:

@@ -76,6 +76,28 @@ def gate_value(gate, FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gate_slope(gate, ACTIVATION: tl.constexpr):
+    """The derivative of ``gate_value``."""
+    x = gate
+    if ACTIVATION.limit is not None:
+        x = tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
+    if ACTIVATION.name == "silu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-ACTIVATION.alpha * x))
+        slope = sigmoid * (1.0 + ACTIVATION.alpha * x * (1.0 - sigmoid))
+    elif ACTIVATION.name == "relu":
+        slope = tl.where(x <= 0, 0.0, 1.0)
+    elif ACTIVATION.name == "relu2":
+        slope = 2.0 * relu(x)
+    elif ACTIVATION.name == "gelu":
+        slope = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    else:
+        u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        sigmoid = 1.0 / (1.0 + tl.exp(-u))
+        slope = sigmoid * (1.0 + x * (1.0 - sigmoid) * (1.5957691216057308 + 0.21406447104837 * x * x))
+    return slope if ACTIVATION.limit is None else tl.where(gate > ACTIVATION.limit, 0.0, slope)
+
+
+@triton.jit
 def up_value(up, ACTIVATION: tl.constexpr):
     """The factor that ``ACTIVATION`` multiplies an activated gate by."""
     LIMIT: tl.constexpr = ACTIVATION.limit
