@@ -67,7 +67,7 @@ def find(key: Key, tensors: tuple[Tensor, ...]) -> Any:
 
     ``key``: shapes of some of them, and all that a call depends on beside them. The first one's class is a plain one.
     """
-    found = _guarded.get(key)
+    found = _guarded.get((torch.is_grad_enabled(), key))
     if (
         found is None
         or forward_ad._current_level >= 0
@@ -99,8 +99,9 @@ def remember(
 
 def keep(run: Any, key: Key, tensors: tuple[Tensor, ...]) -> None:
     """Keeps ``run`` for ``find``."""
-    # With gradients on, autograd needs to see a call with such a tensor.
-    if _Guards is None or any(tensor.requires_grad for tensor in tensors):
+    # Guards don't see whether gradients are on. If so, autograd needs to see a call with a tensor that requires them.
+    records = torch.is_grad_enabled()
+    if _Guards is None or (records and any(tensor.requires_grad for tensor in tensors)):
         return
     try:
         guard = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
@@ -110,7 +111,7 @@ def keep(run: Any, key: Key, tensors: tuple[Tensor, ...]) -> None:
         return
     if len(_guarded) >= MAX_SIZES:
         _guarded.clear()
-    found = _guarded.setdefault(key, [])
+    found = _guarded.setdefault((records, key), [])
     if len(found) >= MAX_GUARDS:
         found.clear()
     found.append((guard, run))
