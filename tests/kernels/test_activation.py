@@ -171,8 +171,9 @@ def test_gradients_of_experts_activations(
     out = exact_factors[:, None] * grad.double() * in_float64(activation, exact_h)
     wanted = torch.autograd.grad(out.sum(), (exact_h, exact_factors))
     assert [each.dtype for each in found] == [dtype, torch.float32]
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found[0].double(), wanted[0], rtol=eps, atol=2e-6)
+    # A GPU's exponentials have a relative error of up to 2^-20 here.
+    eps = max(torch.finfo(dtype).eps, 2**-20)
+    torch.testing.assert_close(found[0].double(), wanted[0], rtol=eps, atol=1e-5)
     torch.testing.assert_close(found[1].double(), wanted[1], rtol=1e-5, atol=1e-4)
 
 
