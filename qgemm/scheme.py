@@ -222,12 +222,14 @@ def _scheme(weight: TensorScheme, activation: TensorScheme | None) -> QuantSchem
     return QuantScheme(_name(weight, activation), weight, activation)
 
 
+# Formats whose values a table has.
+_CODEBOOKS = [form.name for form in FORMATS.values() if form.has_codebook]
 # The size of groups of a format that is named without one.
-_GROUP_SIZES = {"int4": 128, "nf4": 64}
+_GROUP_SIZES = {"int4": 128, **dict.fromkeys(_CODEBOOKS, 64)}
 # By a weight's format and the dtype of its scales: the name, and the size of groups, which are fixed.
 _MICROSCALED = {("fp4", "e8m0"): ("mxfp4", 32), ("fp8", "e8m0"): ("mxfp8", 32), ("fp4", "e4m3"): ("nvfp4", 16)}
 # The dtype of scales of formats whose steps are coarse.
-_SCALE_DTYPES: dict[str, ScaleDtype] = {"int4": "bfloat16", "nf4": "bfloat16"}
+_SCALE_DTYPES: dict[str, ScaleDtype] = dict.fromkeys(("int4", *_CODEBOOKS), "bfloat16")
 
 
 def _scale_dtype(weight: TensorScheme, activation: TensorScheme | None = None) -> ScaleDtype:
@@ -274,7 +276,7 @@ SCHEMES: dict[str, QuantScheme] = {
             _scheme(TensorScheme(dtype, "group", group_size=size, scale_dtype=scale_dtype), None)  # type: ignore[arg-type]
             for (dtype, scale_dtype), (_, size) in _MICROSCALED.items()
         ),
-        _scheme(_weight("nf4", 64), None),
+        *(_scheme(_weight(dtype, _GROUP_SIZES[dtype]), None) for dtype in _CODEBOOKS),
     )
 }
 """The schemes with a fixed name.
@@ -302,7 +304,10 @@ groups of columns in an order of their own (act-order). int4 goes on with ``-int
 """
 
 _OUTLIERS = re.compile(r"(.+)-outliers-([1-9][0-9]{1,4})")
-_WEIGHTS = re.compile(r"(int4|int8-weight|nf4)(?:-(channel|[1-9][0-9]{1,5}))?(-asymmetric)?(-ordered)?(-int8)?")
+_WEIGHTS = re.compile(
+    f"({'|'.join(('int4', 'int8-weight', *_CODEBOOKS))})"
+    "(?:-(channel|[1-9][0-9]{1,5}))?(-asymmetric)?(-ordered)?(-int8)?"
+)
 
 
 def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
@@ -374,5 +379,5 @@ def _find(name: str) -> QuantScheme | None:
     size = _GROUP_SIZES.get(dtype) if finely is None else None if finely == "channel" else int(finely)
     weight, activation = _weight(dtype, size, not asymmetric, bool(ordered)), INT8_TOKENS if by_int8 else None
     found = _scheme(replace(weight, scale_dtype=_scale_dtype(weight, activation)), activation)
-    is_one = (size or 16) % 16 == 0 and not (dtype == "nf4" and (asymmetric or ordered or size is None))
+    is_one = (size or 16) % 16 == 0 and not (dtype in _CODEBOOKS and (asymmetric or ordered or size is None))
     return found if is_one and found.name == name and (dtype == "int4" or not by_int8) else None

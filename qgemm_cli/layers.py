@@ -26,6 +26,7 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.recognition import FP8_DTYPES
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.packing import packed_width
 from qgemm_cli.reading import Checkpoint
 
@@ -57,7 +58,7 @@ class StoredLayer:
     @property
     def is_quantized(self) -> bool:
         """Whether its weight is stored in less than 16 bits."""
-        return self.storage.startswith(("int", "uint", "fp8", "nf4", "fp4")) and self.kind in MATRICES
+        return (self.storage in FORMATS or self.storage.startswith(("int", "uint"))) and self.kind in MATRICES
 
     @property
     def module(self) -> str:

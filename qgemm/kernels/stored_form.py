@@ -22,6 +22,11 @@ class StoredForm:
     """Whether the scales of a block's halves are 32 bits that are loaded together."""
 
     @property
+    def has_codebook(self) -> bool:
+        """Whether values are float32 numbers of a table."""
+        return FORMATS[self.name].has_codebook
+
+    @property
     def bits(self) -> int:
         """Of a value."""
         return FORMATS[self.name].bits

@@ -57,6 +57,11 @@ class Format:
         low = -self.high - 1
         return replace(self, low=low, steps=self.high - low, has_zero_point=True)
 
+    @property
+    def has_codebook(self) -> bool:
+        """Whether its ``table`` holds any numbers, float32, that no formula gives: products look them up."""
+        return self.table is not None and self.nearest is None
+
     def scale_of(self, amax: Tensor) -> Tensor:
         """The scales, float32, of values whose largest magnitudes are ``amax``."""
         amax = amax.float()
