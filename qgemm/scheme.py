@@ -295,12 +295,13 @@ The others have weights alone quantized; products are in float:
 - ``int8-weight``, ``fp8-weight``: 8 bits, a scale for each output channel.
 - ``mxfp4``, ``mxfp8``: e2m1 and e4m3, with a power of two for each 32 values along K.
 - ``nvfp4``: e2m1, with an e4m3 scale for each 16 values.
-- ``nf4``: the 4-bit normal float of QLoRA, a scale for each 64 values.
+- ``nf4``: the 4-bit normal float of QLoRA, a scale for each 64 values; ``bnb-fp4``: the same with bitsandbytes' fp4.
 
 Of a family: ``int8-outliers-16`` and ``int8-static-outliers-16`` keep the largest 16 columns of activations in float,
-or any other multiple of 16. ``int4-32``, ``int8-weight-128`` and ``nf4-32`` have groups of that many values, any
-multiple of 16. int4 and int8-weight go on with ``-asymmetric`` for weights with zero points, and then ``-ordered`` for
-groups of columns in an order of their own (act-order). int4 goes on with ``-int8`` for int8 activations.
+or any other multiple of 16. ``int4-32``, ``int8-weight-128``, ``nf4-32`` and ``bnb-fp4-32`` have groups of that many
+values, any multiple of 16. int4 and int8-weight go on with ``-asymmetric`` for weights with zero points, and then
+``-ordered`` for groups of columns in an order of their own (act-order). int4 goes on with ``-int8`` for int8
+activations.
 """
 
 _OUTLIERS = re.compile(r"(.+)-outliers-([1-9][0-9]{1,4})")
@@ -336,7 +337,8 @@ _INSTEAD = {
     "gptq": "GPTQ decides weights of any scheme: pass scheme='int4' with recipe=[GPTQ()]",
     "awq": "AWQ decides weights of any scheme: pass scheme='int4' with recipe=[AWQ()]",
     "smoothquant": "SmoothQuant prepares for any scheme: pass scheme='int8-static' with recipe=[SmoothQuant()]",
-    "fp4": "the schemes with fp4 weights are 'mxfp4' and 'nvfp4'",
+    "fp4": "the schemes with fp4 weights are 'mxfp4' and 'nvfp4', and 'bnb-fp4' with bitsandbytes' own fp4",
+    "bnb-nf4": "bitsandbytes' nf4 is 'nf4'",
     "int2": "the fewest bits are those of 'int4'",
     "int3": "the fewest bits are those of 'int4'",
 }
