@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qgemm.checkpoint.bitsandbytes_4bit import KINDS, STATE
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.recognition import FP8_DTYPES
 from qgemm.checkpoint.safetensors_file import StoredTensor
@@ -187,8 +188,9 @@ def _plain(module: str, tensors: dict[str, StoredTensor]) -> tuple[str, str, tup
     if weight is None:
         return None
     for leaf in tensors:
-        if leaf.startswith("weight.quant_state.bitsandbytes__"):
-            return "linear", leaf.removeprefix("weight.quant_state.bitsandbytes__"), (2 * math.prod(weight.shape),)
+        if f".{leaf}".startswith(STATE):
+            kind = f".{leaf}".removeprefix(STATE)
+            return "linear", KINDS[kind].name if kind in KINDS else kind, (2 * math.prod(weight.shape),)
     if len(weight.shape) != 2:
         return None
     is_embedding = _EMBEDDING.search(module.rpartition(".")[2]) is not None
