@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.kernels.stages": {"qgemm.numerics"},
     "qgemm.kernels.launch": {"qgemm.kernels.stages", "qgemm.numerics"},
     "qgemm.kernels.activations": set(),
-    "qgemm.kernels.expert_weights": {"qgemm.kernels.activations", "qgemm.numerics"},
+    "qgemm.kernels.expert_weights": {"qgemm.kernels.activations", "qgemm.kernels.scaled_weight", "qgemm.numerics"},
     "qgemm.kernels.norms": set(),
     "qgemm.kernels.scaled_weight": {"qgemm.numerics"},
     "qgemm.kernels.stored_form": {"qgemm.numerics"},

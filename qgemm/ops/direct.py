@@ -3,11 +3,14 @@
 The way through the dispatcher to a function in Python and back takes about 7 us of a call.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from qgemm.kernels.launch import plans
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
@@ -53,3 +56,38 @@ def _is_watched(x: Tensor) -> bool:
         or torch._C._is_tracing()
         or torch._C._autograd._profiler_enabled()
     )
+
+
+def recall_launch(what: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
+    """The outputs of a call of an operator that is one launch, if ``remember_launch`` knows one like it.
+
+    ``what``: the operator, and what it is called with beside ``tensors``, of which the first is no None.
+    """
+    x = tensors[0]
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN or x is None or not x.is_cuda:
+        return None
+    given = tuple([each for each in tensors if each is not None])
+    run = plans.find((what, x.shape, *[each is None for each in tensors]), given)
+    out: tuple[Tensor, ...] | None = None if run is None else run(given)
+    return out
+
+
+def remember_launch(
+    what: tuple[Any, ...],
+    tensors: Sequence[Tensor | None],
+    made: tuple[Tensor, ...],
+    launched: Callable[[], tuple[Any, Sequence[Tensor | None]]],
+) -> None:
+    """Remembers a call that nobody else sees, for others like it. ``made``: its outputs.
+
+    ``launched``: gives the launch that made them, and what that was called with.
+    """
+    x = tensors[0]
+    if x is None or not x.is_cuda or not x.numel():
+        return
+    from qgemm.kernels.launch.recalled import RecalledLaunch
+
+    given = tuple([each for each in tensors if each is not None])
+    run = RecalledLaunch.of(*launched(), given, made)
+    if run is not None:
+        plans.keep(run, (what, x.shape, *[each is None for each in tensors]), given)

@@ -129,3 +129,18 @@ def test_shapes_and_strides_of_floats(shape: tuple[int, ...], gated: bool, devic
     x = torch.randn(shape, device=device).bfloat16()
     for each in (x, x[..., ::2] if shape[-1] % 4 == 0 else x, x[None].expand(3, *shape)):
         assert torch.equal(activation_launch.activate(each, "relu2", gated), activated(each, "relu2", gated))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gelu_of_every_value_of_16_bits(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(dtype).view(64, 1024)
+    out = activation_launch.activate(x, "gelu", False)
+    exact = x.double() * torch.special.erfc(-x.double() * 0.5**0.5) / 2
+    info = torch.finfo(dtype)
+    finite = exact.isfinite()
+    assert torch.equal(out.isnan(), exact.isnan())
+    assert torch.equal(out[~finite & ~exact.isnan()].double(), exact[~finite & ~exact.isnan()])
+    # A rounding to 16 bits, and 2^-17 before it; what is below 2^-126 may become 0.
+    allowed = exact.abs() * (info.eps / 2 + 2**-17) + max(info.smallest_normal * info.eps / 2, 2.0**-126)
+    assert ((out.double() - exact).abs() <= allowed)[finite].all()
+    assert (out.float() == exact.float().to(dtype).float())[finite].float().mean() > 0.98

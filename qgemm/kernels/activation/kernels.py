@@ -1,7 +1,7 @@
 """Activations, alone and with the quantization of their rows.
 
-With it, a row is a program: one that fits is computed once and held in registers, a longer one is computed twice.
-Alone, a block of a row is a program.
+With quantization, each program has a row. One that fits is computed once and kept in registers; a longer one is
+computed twice. Without quantization, each program has a block of a row.
 """
 
 import triton
@@ -18,7 +18,7 @@ def _activation_quantize_kernel(
     FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    """A row a program: of ``x``, which has ``K`` gates, then as many ups if there are any, to ``q [M, K]``.
+    """Each program has a row of ``x``: ``K`` gates, and as many ups if there are any. It writes ``q [M, K]``.
 
     ``FUNCTION``, ``ACTIVATION``: as in ``GatedRow``, rounded twice. ``scale``: as in ``RowQuantization``. ``BLOCKS``:
     see ``quantize_row``. ``PDL``, ``NEXT_EARLY``: as in ``_norm_kernel``. ``E4M3``: see ``row_quantization``.
@@ -40,7 +40,7 @@ def _activation_kernel(
     PROGRAMS, K, stride_xm,
     FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A block of a row a program, of ``PROGRAMS`` that have one: of ``x``, as above, to ``out [M, K]``."""
+    """Each of ``PROGRAMS`` programs has a block of a row of ``x``, laid out as above, and writes ``out [M, K]``."""
     if NEXT_EARLY:
         gdc_launch_dependents()
     if PDL:

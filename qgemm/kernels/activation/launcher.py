@@ -9,13 +9,14 @@ from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
+from qgemm.kernels.stages.activations import device_activation
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv
 
-MAX_ROW_BYTES = 32_768  # of a row that a program keeps in registers, after the activation
-LONG_ROW_BLOCK = 4096  # values at a time of a longer one
-BLOCK = 1024  # values of a program that doesn't quantize
+MAX_ROW_BYTES = 32_768  # of a row, after the activation, that a program keeps in registers
+LONG_ROW_BLOCK = 4096  # values of a longer row that are computed at a time
+MAX_VALUES_PER_THREAD = 32  # of a row of up to 4,096 values
+BLOCK = 1024  # values per program without quantization
 
 
 def activation_quantize(
@@ -27,12 +28,21 @@ def activation_quantize(
     q = x.new_empty((*x.shape[:-1], K), dtype=dtype)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if row_scale.numel():
-        rows = x.reshape(row_scale.numel(), columns)
-        if columns and rows.stride(1) != 1:
-            rows = rows.contiguous()
-        launch = _plan(rows, K, GatedActivation(activation, gated), input_scale, dtype)
-        launch(rows, q.view(torch.int8), row_scale, input_scale)  # the kernel takes fp8 as bytes
+        launch, tensors = find_launch(x, activation, gated, input_scale, q, row_scale)
+        launch(*tensors)
     return q, row_scale
+
+
+def find_launch(
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None, q: Tensor, row_scale: Tensor
+) -> tuple[Launch, tuple[Tensor | None, ...]]:
+    """The launch of such a call of ``activation_quantize``, and what to call it with."""
+    columns = x.shape[-1]
+    rows = x.reshape(row_scale.numel(), columns)
+    if columns and rows.stride(1) != 1:
+        rows = rows.contiguous()
+    launch = _plan(rows, q.shape[-1], GatedActivation(activation, gated), input_scale, q.dtype)
+    return launch, (rows, q.view(torch.int8), row_scale, input_scale)  # the kernel takes fp8 as bytes
 
 
 def _plan(rows: Tensor, K: int, activation: GatedActivation, scale: Tensor | None, dtype: torch.dtype) -> Launch:
@@ -42,7 +52,7 @@ def _plan(rows: Tensor, K: int, activation: GatedActivation, scale: Tensor | Non
         limits = device_limits(rows.device)
         block, blocks, threads = activated_row_blocks(K, rows.itemsize)
         grid, next_early = quantize.programs(rows.shape[0], limits)
-        function, e4m3 = DEVICE_ACTIVATIONS[activation.name], quantize.rounding(dtype, limits)
+        function, e4m3 = device_activation(activation.name, rows.itemsize), quantize.rounding(dtype, limits)
         constants = (function, activation, block, blocks, limits.pdl, next_early, e4m3)
         numbers, warps = (rows.shape[0], K, rows.stride(0)), max(1, threads // limits.warp_size)
         made = Launch(_activation_quantize_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
@@ -65,7 +75,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
             limits, made = device_limits(rows.device), GatedActivation(activation, gated)
             work = rows.shape[0] * cdiv(K, BLOCK)
             grid, next_early = quantize.programs(work, limits)
-            constants = (DEVICE_ACTIVATIONS[activation], made, BLOCK, limits.pdl, next_early)
+            constants = (device_activation(activation, rows.itemsize), made, BLOCK, limits.pdl, next_early)
             numbers = (work, K, rows.stride(0))
             launch = Launch(_activation_kernel, grid, numbers, constants, num_warps=4, pdl=limits.pdl)
             plans.keep(kind, launch)
@@ -74,10 +84,10 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def activated_row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:
-    """``quantize.row_blocks`` of a row of ``K`` values after the activation."""
+    """``quantize.row_blocks`` for a row of ``K`` values after the activation."""
     block, blocks, threads = quantize.row_blocks(K, itemsize, MAX_ROW_BYTES, LONG_ROW_BLOCK)
-    if blocks and K > 4096:
-        # Gates and ups are read: with half as many threads, rows of 14,336 took 1.2 times as long on an H200.
+    if blocks and (K > 4096 or MAX_VALUES_PER_THREAD * threads < K):
+        # With half as many threads, rows of 14,336 took 1.2 times as long on an H200, and 1,536 and 3,072 on an H100.
         block, threads = 2 * block, 2 * threads
         blocks = cdiv(K, block)
     return block, blocks, threads

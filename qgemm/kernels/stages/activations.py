@@ -1,4 +1,4 @@
-"""Activations of float32 values on the device; ``kernels/activations.py`` has the host's."""
+"""Activations of float32 values on the device; ``kernels/activations.py`` has those of the host."""
 
 import triton
 import triton.language as tl
@@ -20,8 +20,29 @@ def gelu(x):
 
 
 @triton.jit
+def gelu_of_16_bits(x):
+    """``gelu`` with a relative error of at most 2^-17, for values that are rounded to 16 bits: 18 instructions, not 38.
+
+    ``Phi(-|x|) = exp(-x^2 / 2) * p(t)`` with ``t = 1 / (1 + c |x|)`` and a polynomial ``p`` that was fitted to it.
+    """
+    size = tl.abs(x)
+    below = tl.math.fma(size, 0.30405591591021547, 1.0)
+    if INTERPRETING:
+        t, gauss = 1.0 / below, tl.exp(x * x * -0.5)
+    else:
+        t, gauss = libdevice.fast_dividef(1.0, below), libdevice.fast_expf(x * x * -0.5)
+    p = tl.math.fma(t, -0.07679555312853158, 0.20382636088412603)
+    p = tl.math.fma(t, p, -0.005735698949912983)
+    p = tl.math.fma(t, p, 0.14086471848581789)
+    p = tl.math.fma(t, p, 0.11620960027566116)
+    p = tl.math.fma(t, p, 0.12163303290062902)
+    tail = p * t * gauss
+    return x * tl.where(x < 0, tail, 1.0 - tail)
+
+
+@triton.jit
 def gelu_tanh(x):
-    """GELU by its approximation with a tanh; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
+    """GELU in its tanh approximation; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
     return times_sigmoid(x, 1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
@@ -33,7 +54,7 @@ def silu(x):
 
 @triton.jit
 def times_sigmoid(x, u):
-    """``x / (1 + exp(-u))``, without the steps for what exponentials and quotients below 2^-126 take."""
+    """``x / (1 + exp(-u))``, without the extra steps that exponentials and quotients below 2^-126 would take."""
     if INTERPRETING:
         return x / (1.0 + tl.exp(-u))
     else:
@@ -48,7 +69,7 @@ def relu2(x):
 
 @triton.jit
 def gate_value(gate, FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr):
-    """What ``ACTIVATION``, a ``GatedActivation``, makes of a gate; ``FUNCTION``: the one of its name."""
+    """The activated gate of ``ACTIVATION``, a ``GatedActivation``. ``FUNCTION``: the device function of its name."""
     if ACTIVATION.limit is not None:
         gate = tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
     return gate / (1.0 + tl.exp(-ACTIVATION.alpha * gate)) if ACTIVATION.alpha != 1.0 else FUNCTION(gate)
@@ -56,12 +77,17 @@ def gate_value(gate, FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def up_value(up, ACTIVATION: tl.constexpr):
-    """What ``ACTIVATION`` multiplies an activated gate by."""
+    """The factor that ``ACTIVATION`` multiplies an activated gate by."""
     LIMIT: tl.constexpr = ACTIVATION.limit
     if LIMIT is not None:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     return up + ACTIVATION.up_offset
 
 
+def device_activation(name: str, itemsize: int):
+    """The device function of ``name`` for values that are rounded to so many bytes."""
+    return gelu_of_16_bits if (name, itemsize) == ("gelu", 2) else DEVICE_ACTIVATIONS[name]
+
+
 DEVICE_ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "relu2": relu2}
-"""By name."""
+"""The device functions by name."""
