@@ -33,7 +33,7 @@ _THRESHOLD = 6.0  # transformers' default
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """The contents of a checkpoint with ``quantization_config`` and tensors such as these, which say what they are.
 
-    Raises ``CheckpointError``, naming the layer, for anything but int8 and nf4.
+    Raises ``CheckpointError``, naming the layer, for anything but int8, nf4 and fp4.
     """
     threshold = quantization.get("llm_int8_threshold", _THRESHOLD)
     if type(threshold) not in (int, float):

@@ -22,6 +22,11 @@ class StoredForm:
     """Whether the scales of a block's two halves are 32 bits that may be loaded together."""
 
     @property
+    def has_codebook(self) -> bool:
+        """Whether values are float32 numbers of a table."""
+        return FORMATS[self.name].has_codebook
+
+    @property
     def bits(self) -> int:
         """The number of bits of a value."""
         return FORMATS[self.name].bits
