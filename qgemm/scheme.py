@@ -222,12 +222,14 @@ def _scheme(weight: TensorScheme, activation: TensorScheme | None) -> QuantSchem
     return QuantScheme(_name(weight, activation), weight, activation)
 
 
+# Formats whose values a table has.
+_CODEBOOKS = [form.name for form in FORMATS.values() if form.has_codebook]
 # The size of groups of a format that is named without one.
-_GROUP_SIZES = {"int4": 128, "nf4": 64}
+_GROUP_SIZES = {"int4": 128, **dict.fromkeys(_CODEBOOKS, 64)}
 # By a weight's format and the dtype of its scales: the name, and the size of groups, which are fixed.
 _MICROSCALED = {("fp4", "e8m0"): ("mxfp4", 32), ("fp8", "e8m0"): ("mxfp8", 32), ("fp4", "e4m3"): ("nvfp4", 16)}
 # The dtype of scales of formats whose steps are coarse.
-_SCALE_DTYPES: dict[str, ScaleDtype] = {"int4": "bfloat16", "nf4": "bfloat16"}
+_SCALE_DTYPES: dict[str, ScaleDtype] = dict.fromkeys(("int4", *_CODEBOOKS), "bfloat16")
 
 
 def _scale_dtype(weight: TensorScheme, activation: TensorScheme | None = None) -> ScaleDtype:
@@ -274,7 +276,7 @@ SCHEMES: dict[str, QuantScheme] = {
             _scheme(TensorScheme(dtype, "group", group_size=size, scale_dtype=scale_dtype), None)  # type: ignore[arg-type]
             for (dtype, scale_dtype), (_, size) in _MICROSCALED.items()
         ),
-        _scheme(_weight("nf4", 64), None),
+        *(_scheme(_weight(dtype, _GROUP_SIZES[dtype]), None) for dtype in _CODEBOOKS),
     )
 }
 """The schemes with a fixed name.
@@ -293,16 +295,20 @@ The others have weights alone quantized; products are in float:
 - ``int8-weight``, ``fp8-weight``: 8 bits, a scale for each output channel.
 - ``mxfp4``, ``mxfp8``: e2m1 and e4m3, with a power of two for each 32 values along K.
 - ``nvfp4``: e2m1, with an e4m3 scale for each 16 values.
-- ``nf4``: the 4-bit normal float of QLoRA, a scale for each 64 values.
+- ``nf4``: the 4-bit normal float of QLoRA, a scale for each 64 values; ``bnb-fp4``: the same with bitsandbytes' fp4.
 
 Of a family: ``int8-outliers-16`` and ``int8-static-outliers-16`` keep the largest 16 columns of activations in float,
-or any other multiple of 16. ``int4-32``, ``int8-weight-128`` and ``nf4-32`` have groups of that many values, any
-multiple of 16. int4 and int8-weight go on with ``-asymmetric`` for weights with zero points, and then ``-ordered`` for
-groups of columns in an order of their own (act-order). int4 goes on with ``-int8`` for int8 activations.
+or any other multiple of 16. ``int4-32``, ``int8-weight-128``, ``nf4-32`` and ``bnb-fp4-32`` have groups of that many
+values, any multiple of 16. int4 and int8-weight go on with ``-asymmetric`` for weights with zero points, and then
+``-ordered`` for groups of columns in an order of their own (act-order). int4 goes on with ``-int8`` for int8
+activations.
 """
 
 _OUTLIERS = re.compile(r"(.+)-outliers-([1-9][0-9]{1,4})")
-_WEIGHTS = re.compile(r"(int4|int8-weight|nf4)(?:-(channel|[1-9][0-9]{1,5}))?(-asymmetric)?(-ordered)?(-int8)?")
+_WEIGHTS = re.compile(
+    f"({'|'.join(('int4', 'int8-weight', *_CODEBOOKS))})"
+    "(?:-(channel|[1-9][0-9]{1,5}))?(-asymmetric)?(-ordered)?(-int8)?"
+)
 
 
 def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
@@ -331,7 +337,8 @@ _INSTEAD = {
     "gptq": "GPTQ decides weights of any scheme: pass scheme='int4' with recipe=[GPTQ()]",
     "awq": "AWQ decides weights of any scheme: pass scheme='int4' with recipe=[AWQ()]",
     "smoothquant": "SmoothQuant prepares for any scheme: pass scheme='int8-static' with recipe=[SmoothQuant()]",
-    "fp4": "the schemes with fp4 weights are 'mxfp4' and 'nvfp4'",
+    "fp4": "the schemes with fp4 weights are 'mxfp4' and 'nvfp4', and 'bnb-fp4' with bitsandbytes' own fp4",
+    "bnb-nf4": "bitsandbytes' nf4 is 'nf4'",
     "int2": "the fewest bits are those of 'int4'",
     "int3": "the fewest bits are those of 'int4'",
 }
@@ -374,5 +381,5 @@ def _find(name: str) -> QuantScheme | None:
     size = _GROUP_SIZES.get(dtype) if finely is None else None if finely == "channel" else int(finely)
     weight, activation = _weight(dtype, size, not asymmetric, bool(ordered)), INT8_TOKENS if by_int8 else None
     found = _scheme(replace(weight, scale_dtype=_scale_dtype(weight, activation)), activation)
-    is_one = (size or 16) % 16 == 0 and not (dtype == "nf4" and (asymmetric or ordered or size is None))
+    is_one = (size or 16) % 16 == 0 and not (dtype in _CODEBOOKS and (asymmetric or ordered or size is None))
     return found if is_one and found.name == name and (dtype == "int4" or not by_int8) else None

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
+from qgemm.checkpoint.bitsandbytes_4bit import KINDS, STATE
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.recognition import FP8_DTYPES
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.packing import packed_width
 from qgemm_cli.reading import Checkpoint
 
@@ -57,7 +59,7 @@ class StoredLayer:
     @property
     def is_quantized(self) -> bool:
         """Whether its weight is stored in fewer than 16 bits."""
-        return self.storage.startswith(("int", "uint", "fp8", "nf4", "fp4")) and self.kind in MATRICES
+        return (self.storage in FORMATS or self.storage.startswith(("int", "uint"))) and self.kind in MATRICES
 
     @property
     def module(self) -> str:
@@ -186,8 +188,9 @@ def _plain(module: str, tensors: dict[str, StoredTensor]) -> tuple[str, str, tup
     if weight is None:
         return None
     for leaf in tensors:
-        if leaf.startswith("weight.quant_state.bitsandbytes__"):
-            return "linear", leaf.removeprefix("weight.quant_state.bitsandbytes__"), (2 * math.prod(weight.shape),)
+        if f".{leaf}".startswith(STATE):
+            kind = f".{leaf}".removeprefix(STATE)
+            return "linear", KINDS[kind].name if kind in KINDS else kind, (2 * math.prod(weight.shape),)
     if len(weight.shape) != 2:
         return None
     is_embedding = _EMBEDDING.search(module.rpartition(".")[2]) is not None

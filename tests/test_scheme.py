@@ -36,8 +36,8 @@ def test_what_a_scheme_asks_for_is_in_its_name(name: str) -> None:
     assert scheme.has_zero_point == (name == "int8-static-asymmetric")
     assert scheme.rotates == ("hadamard" in name)
     assert scheme.outlier_columns == (int(name.rpartition("-")[2]) if "outliers" in name else 0)
-    is_weight_only = re.match("int4|int8-weight|fp8-weight|mxfp|nvfp4|nf4", name) and not re.match("int4.*-int8", name)
-    assert scheme.is_weight_only == bool(is_weight_only)
+    of_weights = re.match("int4|int8-weight|fp8-weight|mxfp|nvfp4|nf4|bnb-fp4", name)
+    assert scheme.is_weight_only == (of_weights is not None and not re.match("int4.*-int8", name))
     assert scheme.weight.is_ordered == ("ordered" in name)
     assert scheme.is_plain == (not scheme.is_weight_only and not re.search("static-asymmetric|hadamard|outliers", name))
     assert scheme.needs_data == ("static" in name or "outliers" in name)
@@ -50,7 +50,7 @@ def test_what_a_scheme_asks_for_is_in_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["int4-16", "int4-64-asymmetric", "int4-channel-ordered", "int4-int8", "int4-channel-asymmetric-int8", "int4-1024"]
-    + ["int8-weight-asymmetric", "int8-weight-32-ordered", "nf4-32", "fp8", "fp8-static", "fp8-block"],
+    + ["int8-weight-asymmetric", "int8-weight-32-ordered", "nf4-32", "bnb-fp4-32", "fp8", "fp8-static", "fp8-block"],
 )
 def test_families(name: str) -> None:
     scheme = resolve_scheme(name)
@@ -105,7 +105,8 @@ def test_columns_come_by_the_sixteen(count: int) -> None:
         "int8-weight-int8",
         "int8-weight-channel",
     ]
-    + ["nf4-64", "nf4-channel", "nf4-asymmetric", "mxfp4-16", "fp8-weight-asymmetric", "int4-hadamard"],
+    + ["nf4-64", "nf4-channel", "nf4-asymmetric", "bnb-fp4-64", "bnb-fp4-channel", "bnb-fp4-ordered", "bnb-nf4", "fp4"]
+    + ["nf4-int8", "bnb-fp4-int8", "mxfp4-16", "fp8-weight-asymmetric", "int4-hadamard"],
 )
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(ValueError, match="it must be one of"):
@@ -135,7 +136,7 @@ def test_a_name_that_is_near(name: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("name", "meant", "size"),
     [("int4-128", "int4", 128), ("INT4_128_int8", "int4-int8", 128), ("int4-128-asymmetric", "int4-asymmetric", 128)]
-    + [("nf4-64", "nf4", 64)],
+    + [("nf4-64", "nf4", 64), ("BNB_FP4_64", "bnb-fp4", 64)],
 )
 def test_a_size_that_needs_no_name(name: str, meant: str, size: int) -> None:
     expected = rf"scheme is '{name}' \(did you mean '{meant}', whose groups have {size} values\?\); it must be one of"
@@ -190,7 +191,8 @@ def test_what_is_stored_alike() -> None:
         ("gptq", r"pass scheme='int4' with recipe=\[GPTQ\(\)\]"),
         ("AWQ", r"pass scheme='int4' with recipe=\[AWQ\(\)\]"),
         ("smoothquant", r"pass scheme='int8-static' with recipe=\[SmoothQuant\(\)\]"),
-        ("fp4", "'mxfp4' and 'nvfp4'"),
+        ("fp4", "'mxfp4' and 'nvfp4', and 'bnb-fp4' with bitsandbytes' own fp4"),
+        ("bnb-nf4", "bitsandbytes' nf4 is 'nf4'"),
         ("int3", "the fewest bits are those of 'int4'"),
     ],
 )

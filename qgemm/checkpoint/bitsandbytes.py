@@ -33,7 +33,7 @@ _THRESHOLD = 6.0  # transformers' default
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """Reads the contents of a checkpoint from its ``quantization_config`` and stored tensors.
 
-    Raises ``CheckpointError``, naming the layer, for formats other than int8 and nf4.
+    Raises ``CheckpointError``, naming the layer, for formats other than int8, nf4 and fp4.
     """
     threshold = quantization.get("llm_int8_threshold", _THRESHOLD)
     if type(threshold) not in (int, float):

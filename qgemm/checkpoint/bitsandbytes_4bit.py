@@ -1,4 +1,4 @@
-"""Layers of bitsandbytes' 4 bits (``load_in_4bit``, QLoRA): nf4 weights, whose scales may themselves be quantized.
+"""Layers of bitsandbytes' 4 bits (``load_in_4bit``, QLoRA): nf4 or fp4, whose scales may themselves be quantized.
 
 Of a layer ``[N, K]`` the files hold
 
@@ -7,7 +7,7 @@ Of a layer ``[N, K]`` the files hold
 - ``<layer>.weight.absmax``: the scale of each block of 64 values, over the ends of rows where K isn't a multiple of 64:
   float32; or uint8 with ``.nested_absmax`` and ``.nested_quant_map``, for ``map[absmax] * nested_absmax + offset``;
 - ``<layer>.weight.quant_map``: the values of the codes, float32 ``[16]``;
-- ``<layer>.weight.quant_state.bitsandbytes__nf4``: uint8, JSON with the sizes of all these.
+- ``<layer>.weight.quant_state.bitsandbytes__nf4``, or ``__fp4``: uint8, JSON with the sizes of all these.
 
 A layer here has groups in rows. Where K isn't a multiple of 64 they are as large as every block has whole ones of:
 ``gcd(K, 64)``.
@@ -32,22 +32,26 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.words import by_rows, unpack_nibbles
-from qgemm.numerics.formats import NF4
+from qgemm.numerics.formats import BNB_FP4, NF4, Format
 from qgemm.numerics.groups import store_values
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 STATE = ".weight.quant_state.bitsandbytes__"
-"""What stands between a layer's name and ``nf4`` or ``fp4`` in the name of the tensor that tells its sizes."""
+"""What stands between a layer's name and its kind in the name of the tensor that tells its sizes."""
+
+KINDS = {"nf4": NF4, "fp4": BNB_FP4}
+"""The formats by what the library calls them."""
 
 _LARGEST_STATE = 1 << 16  # in bytes
 
 
 @dataclass(frozen=True)
 class _State:
-    """What a layer's JSON says. ``nested_block``: how many scales share one; 0 if scales aren't quantized."""
+    """A layer's kind, and what its JSON says. ``nested_block``: how many scales share one; 0 if none are quantized."""
 
+    kind: str
     N: int
     K: int
     block: int
@@ -60,7 +64,11 @@ class _State:
 
     @property
     def scheme(self) -> QuantScheme:
-        return resolve_scheme("nf4" if self.group_size == 64 else f"nf4-{self.group_size}")
+        return resolve_scheme(self.form.name if self.group_size == 64 else f"{self.form.name}-{self.group_size}")
+
+    @property
+    def form(self) -> Format:
+        return KINDS[self.kind]
 
 
 def note_layers(contents: Contents) -> None:
@@ -73,16 +81,20 @@ def note_layers(contents: Contents) -> None:
     for name, value in read_values(states, torch.device("cpu")):
         layer, _, kind = name.partition(STATE)
         path = stored[name].path
-        if kind != NF4.name:
-            raise unsupported(f"{path}: layer {layer} is bitsandbytes' {kind!r}; of its 4 bits qgemm reads 'nf4'")
+        if kind not in KINDS:
+            known = " and ".join(map(repr, KINDS))
+            raise unsupported(f"{path}: layer {layer} is bitsandbytes' {kind!r}; of its 4 bits qgemm reads {known}")
+        others = [other for other in KINDS if other != kind and f"{layer}{STATE}{other}" in states]
+        if others:
+            raise CheckpointError(f"{path}: {layer} has both {name} and {layer}{STATE}{others[0]}; it must have one")
         try:
-            state = _parse(bytes(value.tolist()))
+            state = _parse(kind, bytes(value.tolist()))
         except ValueError as error:
             raise CheckpointError(f"{path}: {name} {error}") from error
         _note(contents, layer, name, state)
 
 
-def _parse(text: bytes) -> _State:
+def _parse(kind: str, text: bytes) -> _State:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -96,11 +108,11 @@ def _parse(text: bytes) -> _State:
     if not _is_size(block) or not block:
         raise ValueError(f"has the blocksize {block!r}")
     if "nested_blocksize" not in values:
-        return _State(N, K, block)
+        return _State(kind, N, K, block)
     nested, offset = values["nested_blocksize"], values.get("nested_offset")
     if not _is_size(nested) or not nested or not isinstance(offset, float) or not math.isfinite(offset):
         raise ValueError(f"has the nested_blocksize {nested!r} and the nested_offset {offset!r}")
-    return _State(N, K, block, nested, offset)
+    return _State(kind, N, K, block, nested, offset)
 
 
 def _is_size(value: Any) -> bool:
@@ -120,7 +132,7 @@ def _note(contents: Contents, layer: str, state_name: str, state: _State) -> Non
     if weight is None or weight.nbytes != cdiv(N * K, 2):
         raise unfit(path, names[""], weight, f"the {cdiv(N * K, 2)} bytes of [{N}, {K}]")
     _check(stored, names["absmax"], torch.uint8 if state.nested_block else torch.float32, blocks)
-    _check(stored, names["quant_map"], torch.float32, len(NF4.table or ()))
+    _check(stored, names["quant_map"], torch.float32, 1 << state.form.bits)
     try:
         contents.manifest.layers[layer] = state.scheme
         contents.shapes[layer] = N, K
@@ -145,10 +157,10 @@ def _check(stored: Mapping[str, StoredTensor], name: str, dtype: torch.dtype, co
 
 
 def _decode(state: _State, weight: Tensor, absmax: Tensor, quant_map: Tensor, *nested: Tensor) -> tuple[Tensor, Tensor]:
-    if quant_map.tolist() != torch.tensor(NF4.table, dtype=torch.float32, device="cpu").tolist():
-        raise ValueError("its quant_map isn't that of nf4")
+    if quant_map.tolist() != torch.tensor(state.form.table, dtype=torch.float32, device="cpu").tolist():
+        raise ValueError(f"its quant_map isn't that of {state.kind}")
     octets = weight.reshape(-1).view(torch.uint8).view(state.N, state.K // 2)  # rows are whole groups of 16 or more
-    values = by_rows(lambda some: store_values(unpack_nibbles(some, high_first=True), NF4), octets, state.K)
+    values = by_rows(lambda some: store_values(unpack_nibbles(some, high_first=True), state.form), octets, state.K)
     scales = absmax.reshape(-1)
     if nested:
         nested_absmax, nested_map = (each.reshape(-1) for each in nested)

@@ -1,7 +1,7 @@
-"""What lies between the two products of an MLP: ``act(gate) * up``, or ``act(gate)`` where there is no ``up``.
+"""The step between the two products of an MLP: ``act(gate) * up``, or ``act(gate)`` if there is no ``up``.
 
-- ``activated``: of a dense MLP, rounded as its float modules round.
-- ``GatedActivation``: of an expert, computed in float32. The form of GPT-OSS, which clamps both halves, is ``GPT_OSS``.
+- ``activated``: for a dense MLP, rounded like its float modules.
+- ``GatedActivation``: for an expert, computed in float32. ``GPT_OSS`` is GPT-OSS's, which clamps both halves.
 """
 
 import math
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """By name; ``stages/activations.py`` has their device code. ``"gelu"`` is exact (erf), ``"relu2"`` ``relu(x) ** 2``."""
 
 MATMUL_ACTIVATIONS = ("gelu", "relu", "silu")
-"""Those that ``matmul`` applies."""
+"""The activations that ``matmul`` applies."""
 
 
 def activated(x: Tensor, activation: str, gated: bool) -> Tensor:
@@ -40,9 +40,9 @@ def activated(x: Tensor, activation: str, gated: bool) -> Tensor:
 class GatedActivation:
     """``act(gate) * (up + up_offset)``; without ``gated``, ``act(gate)`` of all columns.
 
-    ``name``: one of ``ACTIVATIONS``. ``alpha``, of ``"silu"`` alone: ``gate * sigmoid(alpha * gate)``. ``limit``:
-    first the gate is clamped to at most this, and ``up`` to at most this in magnitude. Raises ``ValueError`` for
-    invalid values.
+    ``name``: one of ``ACTIVATIONS``. ``alpha``, for ``"silu"`` only: ``gate * sigmoid(alpha * gate)``. ``limit``: the
+    gate is first clamped to at most this, and ``up`` to at most this in magnitude. Raises ``ValueError`` for invalid
+    values.
     """
 
     name: str = "silu"

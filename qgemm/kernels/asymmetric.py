@@ -1,6 +1,6 @@
 """Products of asymmetrically quantized activations, by the kernels for symmetric ones.
 
-What the zero point adds to a product is the same for every row, and has been taken off in the bias:
+The zero point's contribution to a product is the same for every row and has been subtracted from the bias:
 ``qgemm.numerics.zero_points`` has the formula.
 """
 
@@ -24,8 +24,8 @@ def quant_linear_asymmetric(
 ) -> Tensor:
     """``(q @ weight.T) * input_scale * weight_scale + bias``, in the dtype of ``x``; ``q`` is ``x`` quantized.
 
-    As ``dispatch.quant_linear``, with ``zero_point``, one int8 number, and a float ``bias [N]`` that has the correction
-    for it taken off.
+    As ``dispatch.quant_linear``, with ``zero_point``, one int8 number, and a float ``bias [N]`` from which the zero
+    point's contribution has been subtracted.
     """
     check_quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)
     return multiply(quantize(x.resolve_neg(), input_scale, zero_point), weight, weight_scale, bias, x.dtype)
@@ -34,7 +34,7 @@ def quant_linear_asymmetric(
 def check_quant_linear_asymmetric(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, input_scale: Tensor, zero_point: Tensor
 ) -> None:
-    """Raises if ``quant_linear_asymmetric`` can't take these."""
+    """Raises if ``quant_linear_asymmetric`` doesn't accept these."""
     x = x.resolve_neg()
     check_quant_linear(x, weight, weight_scale, bias, input_scale)
     if weight.dtype != torch.int8:

@@ -1,7 +1,7 @@
-"""What the kernels take: each ``check_*`` raises ``TypeError`` or ``ValueError`` for what they can't.
+"""Checks of the kernels' arguments: each ``check_*`` raises ``TypeError`` or ``ValueError`` for what isn't accepted.
 
-A message names the argument, what came, what was wanted and the way out. All of it is metadata, so the checks run under
-``torch.compile`` and on fake tensors too.
+A message names the argument, what came, what was wanted and the way out. The checks look at metadata only, so they also
+run under ``torch.compile`` and on fake tensors.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 def check_quantize_rows(
     x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> None:
-    """Raises if ``quantize_rows`` can't take these."""
+    """Raises if ``quantize_rows`` doesn't accept these."""
     _check_rows("quantize_rows", x)
     _check_quantized("quantize_rows", dtype)
     _check_static_scale("scale", scale, x)
@@ -41,7 +41,7 @@ def check_quantize_rows(
 
 
 def check_quantize_groups(x: Tensor) -> None:
-    """Raises if ``quantize_groups`` can't take it."""
+    """Raises if ``quantize_groups`` doesn't accept it."""
     _check_rows("quantize_groups", x)
 
 
@@ -53,7 +53,7 @@ def check_norm_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> None:
-    """Raises if ``norm_quantize`` can't take these."""
+    """Raises if ``norm_quantize`` doesn't accept these."""
     _check_rows("norm_quantize", x)
     _check_quantized("norm_quantize", dtype)
     _check_norm(x, norm, bias, weight=weight)
@@ -70,7 +70,7 @@ def check_add_norm_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> None:
-    """Raises if ``add_norm_quantize`` can't take these."""
+    """Raises if ``add_norm_quantize`` doesn't accept these."""
     _check_rows("add_norm_quantize", x)
     _check_quantized("add_norm_quantize", dtype)
     check_residual(residual, x.shape, x.dtype)
@@ -87,7 +87,7 @@ def check_add_norm(
     bias: Tensor | None,
     norm: Norm,
 ) -> None:
-    """Raises if ``add_norm`` can't take these."""
+    """Raises if ``add_norm`` doesn't accept these."""
     _check_rows("add_norm", x)
     check_residual(residual, x.shape, x.dtype)
     check_same_device(x=x, residual=residual)
@@ -125,7 +125,7 @@ def check_post_norm_quantize(
 
 
 def check_activate(x: Tensor, activation: str, gated: bool) -> None:
-    """Raises if ``activate`` can't take these."""
+    """Raises if ``activate`` doesn't accept these."""
     _check_rows("activate", x)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be one of {sorted(ACTIVATIONS)}")
@@ -136,7 +136,7 @@ def check_activate(x: Tensor, activation: str, gated: bool) -> None:
 def check_activation_quantize(
     x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> None:
-    """Raises if ``activation_quantize`` can't take these."""
+    """Raises if ``activation_quantize`` doesn't accept these."""
     _check_quantized("activation_quantize", dtype)
     check_activate(x, activation, gated)
     _check_static_scale("input_scale", input_scale, x)
@@ -156,7 +156,7 @@ def check_multiply(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> None:
-    """Raises if ``multiply`` can't take these."""
+    """Raises if ``multiply`` doesn't accept these."""
     _check_weight(weight)
     N, K = weight.shape
     if q.dtype != weight.dtype:
@@ -176,7 +176,7 @@ def check_multiply(
 
 
 def check_int_mm(a: Tensor, b: Tensor) -> None:
-    """Raises if ``int_mm`` can't take these."""
+    """Raises if ``int_mm`` doesn't accept these."""
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype != INT8.storage:
             raise TypeError(f"{name} is {operand.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
@@ -193,7 +193,7 @@ def check_scaled_mm(
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
 ) -> None:
-    """Raises if ``scaled_mm`` can't take these."""
+    """Raises if ``scaled_mm`` doesn't accept these."""
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype not in OPERANDS or operand.dtype != a.dtype:
             wanted = a.dtype if a.dtype in OPERANDS else f"one of {names_of(tuple(OPERANDS))}"
@@ -213,7 +213,7 @@ def check_scaled_mm(
 def check_matmul(
     a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None, out_dtype: torch.dtype | None
 ) -> None:
-    """Raises if ``matmul`` can't take these."""
+    """Raises if ``matmul`` doesn't accept these."""
     if a.dtype not in FLOAT_DTYPES + FP8_DTYPES:
         raise TypeError(f"a is {a.dtype}; matmul accepts {names_of(FLOAT_DTYPES + FP8_DTYPES)}; scaled_mm accepts int8")
     if a.dtype != b.dtype:
@@ -235,7 +235,7 @@ def check_quant_linear(
     input_scale: Tensor | None,
     residual: Tensor | None = None,
 ) -> None:
-    """Raises if ``quant_linear`` can't take these."""
+    """Raises if ``quant_linear`` doesn't accept these."""
     _check_weight(weight)
     N, K = weight.shape
     check_input(x, K)
@@ -251,7 +251,7 @@ def check_quant_linear(
 def check_block_scaled_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, residual: Tensor | None = None
 ) -> None:
-    """Raises if ``block_scaled_linear`` can't take these."""
+    """Raises if ``block_scaled_linear`` doesn't accept these."""
     if weight.ndim != 2 or weight.dtype != FP8.storage:
         raise TypeError(
             f"weight is {weight.dtype} {list(weight.shape)}; it must be {FP8.storage} [out_features, in_features] "
@@ -271,7 +271,7 @@ def check_block_scaled_linear(
 
 
 def check_weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None = None) -> None:
-    """Raises if ``weight_only_linear`` can't take these."""
+    """Raises if ``weight_only_linear`` doesn't accept these."""
     values, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size, has_int8, step = weight
     check_input(x, in_features)
     form = FORMATS.get(format)
@@ -320,7 +320,7 @@ def check_weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor |
 
 
 def check_hardware(a: Tensor, out_dtype: torch.dtype | None) -> None:
-    """Raises if the GPU of ``a`` has no instructions for the dtypes of a ``matmul``."""
+    """Raises if the GPU of ``a`` doesn't have the instructions for the dtypes of a ``matmul``."""
     if torch.float8_e4m3fn not in (a.dtype, out_dtype) or not on_gpu(a) or torch.version.hip:
         return
     capability = torch.cuda.get_device_capability(a.device)
@@ -332,7 +332,7 @@ def check_hardware(a: Tensor, out_dtype: torch.dtype | None) -> None:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is on a GPU, not on the CPU. Raises ``ValueError`` for any other device."""
+    """Whether ``tensor`` is on a GPU instead of the CPU. Raises ``ValueError`` for any other device."""
     if tensor.device.type in ("cuda", "cpu"):
         return tensor.device.type == "cuda"
     raise ValueError(
@@ -341,7 +341,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def conversion(tensor: Tensor) -> str:
-    """What to do about a tensor of another dtype; float64 comes of ``model.double()``."""
+    """The advice about a tensor of another dtype; float64 comes from ``model.double()``."""
     return "call float() on the model, or convert it" if tensor.dtype == torch.float64 else "convert it first"
 
 
@@ -392,7 +392,7 @@ def _check_weight(weight: Tensor) -> None:
 
 
 def check_input(x: Tensor, in_features: int) -> None:
-    """Raises if ``x`` can't go into a layer of ``in_features``."""
+    """Raises if ``x`` isn't an input for a layer of ``in_features``."""
     if x.dtype not in FLOAT_DTYPES:
         cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
         way_out = cast if x.dtype in OPERANDS else conversion(x)
@@ -404,7 +404,7 @@ def check_input(x: Tensor, in_features: int) -> None:
 
 
 def check_length(K: int, dtype: torch.dtype = INT8.storage) -> None:
-    """Raises if a sum of ``K`` products of ``dtype`` may be more than the accumulator holds."""
+    """Raises if a sum of ``K`` products of ``dtype`` may exceed what the accumulator holds."""
     if OPERANDS[dtype].max_k < K:
         raise ValueError(f"K is {K}; int32 holds sums of int8 products up to K = {INT8.max_k}: split K and add")
 
@@ -423,7 +423,7 @@ def _check_scale(name: str, scale: Tensor, length: int) -> None:
     check_tensor(name, scale)
     if scale.dtype != torch.float32:
         raise TypeError(f"{name} is {scale.dtype}; scales are torch.float32: convert it with .float()")
-    # The length first: under torch.export it may be symbolic, and comparing it with 1 would rule that batch size out.
+    # The length first: under torch.export it may be symbolic, and comparing it with 1 would exclude that batch size.
     if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] != length and scale.shape[0] != 1):
         raise ValueError(f"{name} is {list(scale.shape)}; it must be [{length}] or a single number")
 
@@ -444,7 +444,7 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
-    """Raises unless ``tensor`` is dense and stores the values that it has."""
+    """Raises unless ``tensor`` is dense and stores its values as they are."""
     _check_dense(name, tensor)
     if tensor.is_neg():
         raise ValueError(f"{name} is a negative view, which stores negated values: pass {name}.resolve_neg()")
@@ -467,5 +467,5 @@ def check_same_device(**tensors: Tensor | None) -> None:
 
 
 def names_of(dtypes: tuple[torch.dtype, ...]) -> str:
-    """As an error lists them."""
+    """The names as an error lists them."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,9 +1,9 @@
 """The kernels' functions on the CPU: the numbers of ``reference.py``, at the speed of oneDNN.
 
 Integer products go through ``torch._int_mm``, which uses a CPU's int8 dot product instructions. On processors without
-them it saturates at 16 bits, or is a plain loop that takes 25 to 40 times as long as a float32 product. A product that
-shows either is computed once per process, and there sums are made of float32 products short enough to be exact: a layer
-then takes about as long as a float32 one. fp8 operands are multiplied in float32 everywhere.
+them it saturates at 16 bits, or is a plain loop that takes 25 to 40 times as long as a float32 product. One product,
+computed once per process, shows whether that is so. If it is, sums are made of float32 products short enough to be
+exact, and a layer takes about as long as a float32 one. fp8 operands are multiplied in float32 everywhere.
 """
 
 import functools
@@ -28,20 +28,21 @@ T = TypeVar("T")
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.
 _EXACT_K = 1024
-# Blocks of rows: what is made for one stays in cache and takes little memory, and yet there are few, since a call of an
-# operator costs as much as some thousand values.
+# Blocks of rows: a block's temporaries stay in cache and take little memory. Yet there are few blocks, since a call of
+# an operator costs as much as some thousand values.
 _VALUES_AT_A_TIME = 2**19
 _SUMS_AT_A_TIME = 2**20
-_ROWS_OF_A_PRODUCT = 128  # at least: oneDNN rearranges the weight for each
+_ROWS_OF_A_PRODUCT = 128  # the minimum: oneDNN rearranges the weight for each product
 _FEW = 2**16
 
-# glibc gives what is free at the end of its memory back to the system beyond twice the largest block that was freed so
-# far, and each page that comes anew costs 1 us. After a block of 31 MB, of which no page is touched, it keeps 62 MB.
+# glibc returns free memory at the end of its heap to the system beyond twice the size of the largest block that was
+# freed so far, and each page that is allocated again costs 1 us. After a block of 31 MB, of which no page is touched,
+# it keeps 62 MB.
 torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 def without_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """``torch.no_grad()``, which takes longer than an operator, where gradients are on."""
+    """``torch.no_grad()``, but only where gradients are on: it takes longer than an operator."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -194,7 +195,7 @@ def _quantize(
     zero_point: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor]:
-    """``(q [..., K], row_scale [...])`` of ``values(*tensors)``, of some rows of ``tensors`` at a time."""
+    """``(q [..., K], row_scale [...])`` of ``values(*tensors)``, computed for a few rows of ``tensors`` at a time."""
     x = tensors[0]
     if 0 < x.numel() <= _of_all_threads(_VALUES_AT_A_TIME):
         q, row_scale = _quantize_block(values(*tensors), scale, zero_point, dtype)
@@ -216,12 +217,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _of_all_threads(values: int) -> int:
-    """As many values for each thread, of four at most: an operator takes as long to start as some thousand values."""
+    """``values`` times the number of threads, at most 4: starting an operator costs as much as some thousand values."""
     return values * min(torch.get_num_threads(), 4)
 
 
 def _blocks(rows: int, columns: int, limit: int, least: int = 1) -> Iterator[slice]:
-    """Slices of ``rows``, about as many in each: at most ``limit`` values, but not fewer rows than ``least``."""
+    """Slices of ``rows`` of similar length: at most ``limit`` values, but at least ``least`` rows."""
     count = max(1, min(cdiv(rows, max(1, limit // max(1, columns))), rows // least))
     step = cdiv(rows, count)
     for start in range(0, rows, max(1, step)):
@@ -231,10 +232,10 @@ def _blocks(rows: int, columns: int, limit: int, least: int = 1) -> Iterator[sli
 def _quantize_block(
     x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The values of ``dtype``, in ``out`` if given, of ``x [..., K]``, and the scales ``[..., 1]``."""
+    """``x [..., K]`` quantized to ``dtype``, in ``out`` if given, and the scales ``[..., 1]``."""
     form = OPERANDS[dtype]
     values = x.float()
-    # Not aminmax or a vector norm, which take ten times as long.
+    # Instead of aminmax or a vector norm, which take ten times as long.
     if values.numel() <= _FEW:
         amax = values.abs().amax(-1, True)
     else:
@@ -292,7 +293,7 @@ def multiply(
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """``dispatch.multiply`` on the CPU: of ``q [..., K]`` and ``row_scale [...]``."""
+    """``dispatch.multiply`` on the CPU, for ``q [..., K]`` and ``row_scale [...]``."""
     return _multiply(q, weight.t(), row_scale[..., None], weight_scale, bias, out_dtype, residual)
 
 
@@ -307,7 +308,7 @@ def quant_linear(
 ) -> Tensor:
     """``dispatch.quant_linear`` on the CPU.
 
-    What isn't needed for few rows is left out: a call of an operator takes as long as they do.
+    Whatever few rows don't need is left out: a call of an operator takes as long as those rows.
     """
     if 0 < x.numel() <= _of_all_threads(_VALUES_AT_A_TIME):
         q, row_scale = _quantize_block(x, input_scale, None, weight.dtype)
@@ -325,11 +326,11 @@ def _multiply(
     out_dtype: torch.dtype,
     residual: Tensor | None,
 ) -> Tensor:
-    """``out_dtype [..., N]`` of ``a [..., K]`` and ``b [K, N]``; ``a_scale``: ``[..., 1]``, or one number."""
+    """``out_dtype [..., N]`` from ``a [..., K]`` and ``b [K, N]``. ``a_scale``: ``[..., 1]``, or one number."""
     *leading, K = a.shape
     M, N = math.prod(leading), b.shape[1]
     rows = a if a.ndim == 2 else a.view(M, K)
-    # No output is a view: autograd would forbid to change it in place.
+    # No output is a view: autograd would forbid changing it in place.
     at_a_time = _of_all_threads(_SUMS_AT_A_TIME)
     if at_a_time >= M * N or M <= _ROWS_OF_A_PRODUCT:
         sums = _sums(rows, b)
@@ -349,7 +350,8 @@ def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: T
     """``dispatch.block_scaled_linear`` on the CPU."""
     (N, K), M = weight.shape, math.prod(x.shape[:-1])
     q, scale = quantize_groups(x)
-    # Each value times its own scale: the float32 product is that of the scaled sums, but for the order of roundings.
+    # Each value times its own scale: the float32 product is the sum of the scaled sums, except for the order of
+    # rounding.
     rows = q.view(M, K).float().mul_(spread_groups(scale.view(M, cdiv(K, BLOCK)), K))
     out = x.new_empty((*x.shape[:-1], N))
     flat = out.view(M, N)
@@ -363,14 +365,14 @@ def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: T
 
 
 def _sums(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, exact of int8: in int32, or in float32 as ``_float_sums`` has it."""
+    """``a @ b``, exact for int8: in int32, or in float32 as by ``_float_sums``."""
     return int_mm(a, b) if a.dtype == INT8.storage and has_int8_products() else _float_sums(a, b)
 
 
 def _float_sums(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` by float32 products, in float32; of int8 exact, and in int32 where K is too long for float32.
+    """``a @ b`` by float32 products, in float32. Exact for int8, and in int32 if K is too long for float32.
 
-    Some columns of ``b`` become floats at a time, which stay in the cache until they are multiplied.
+    Some columns of ``b`` are converted to floats at a time and stay in cache until they are multiplied.
     """
     (M, K), N = a.shape, b.shape[1]
     rows = a.float()
@@ -400,7 +402,7 @@ def _scaled(
     out_dtype: torch.dtype,
     residual: Tensor | None,
 ) -> Tensor:
-    out = sums.mul(a_scale) if sums.dtype == torch.float32 else sums.float().mul_(a_scale)  # no view of the sums
+    out = sums.mul(a_scale) if sums.dtype == torch.float32 else sums.float().mul_(a_scale)  # not a view of the sums
     out.mul_(b_scale)
     if bias is not None:
         out.add_(bias)
@@ -459,20 +461,20 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 @functools.cache
 def has_int8_products() -> bool:
-    """Whether int8 products are faster than float32 ones on this CPU, and exact; found out once per process.
+    """Whether int8 products are exact and faster than float32 ones on this CPU; tested once per process.
 
-    ``torch._int_mm`` must give the largest sums right, where saturating instructions can't, and in less than twice the
-    time of float32 products. The results are the same either way.
+    ``torch._int_mm`` must compute the largest sums correctly, which saturating instructions can't, and in less than
+    twice the time of float32 products. The results are the same either way.
     """
     a = torch.full((64, 256), -128, dtype=torch.int8, device="cpu")
     a[1::2] = 127
     integers, floats = (functools.partial(product, a, a.t()) for product in (torch._int_mm, _float_sums))
-    with one_thread():  # several on busy cores would wait for each other
+    with one_thread():  # several threads on busy cores would wait for each other
         return torch.equal(integers().float(), floats()) and _seconds(integers) < 2 * _seconds(floats)
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    """The least of three times that it takes."""
+    """The minimum of three timings."""
     times = []
     for _ in range(3):
         start = time.perf_counter()
@@ -484,7 +486,7 @@ def _seconds(function: Callable[[], object]) -> float:
 def _plain(t: Tensor) -> Tensor:
     """``t``, copied unless it is row-major or column-major.
 
-    ``torch._int_mm`` answers garbage for some other strides: an expanded operand, or a single row with strides (1, 1).
+    ``torch._int_mm`` returns garbage for some other strides: an expanded operand, or a single row with strides (1, 1).
     """
     rows, cols = t.shape
     row_stride, col_stride = t.stride()

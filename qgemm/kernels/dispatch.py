@@ -1,10 +1,10 @@
-"""The public kernel functions: check the arguments, then run where the tensors are.
+"""The public kernel functions: they check the arguments, then compute where the tensors are.
 
-``[M, K] @ [K, N]`` throughout. A weight stored ``[N, K]``, as ``nn.Linear`` has it, is passed as its transpose: that is
-the fast layout, since 8-bit tensor cores want K contiguous in both operands. Any other strides work.
+``[M, K] @ [K, N]`` throughout. A weight stored as ``[N, K]``, as in ``nn.Linear``, is passed as its transpose. That is
+the fast layout, since 8-bit tensor cores need K contiguous in both operands. Any other strides work.
 
-Numbers: ``reference.py``. On the CPU: ``cpu.py``. On a GPU: ``gpu.py``. A ``config`` asks for the
-Triton kernel by itself, so on CPU tensors it needs Triton's interpreter (``TRITON_INTERPRET=1``).
+The numbers are specified in ``reference.py``. On the CPU: ``cpu.py``. On a GPU: ``gpu.py``. A ``config`` asks for the
+Triton kernel itself, so on CPU tensors it needs Triton's interpreter (``TRITON_INTERPRET=1``).
 
 These functions record no gradients and can't be traced; ``torch.ops.qgemm`` has the same functions with gradients, for
 ``torch.compile`` and ``torch.export`` as well.
@@ -38,10 +38,10 @@ def quantize_rows(
     or one float32 number for all rows; values beyond 127 times it saturate. Returns int8 ``[..., K]`` in [-127, 127],
     contiguous, and float32 ``[...]``. A row of zeros has scale 1; a row with NaN or Inf has scale NaN.
 
-    ``zero_point``: one int8 number, for a static scale: what 0 becomes. Values are then in [-128, 127], and
+    ``zero_point``: for a static scale: one int8 number, which 0 becomes. Values are then in [-128, 127], and
     ``x ~ (q - zero_point) * row_scale``.
 
-    ``dtype``: of ``q``: int8, or float8_e4m3fn, in [-448, 448] with scales ``amax / 448``.
+    ``dtype``: the dtype of ``q``: int8, or float8_e4m3fn, in [-448, 448] with scales ``amax / 448``.
     """
     checks.check_quantize_rows(x, scale, zero_point, dtype)
     out: tuple[Tensor, Tensor] = _backend(x).quantize_rows(x, scale, zero_point, dtype)
@@ -52,7 +52,8 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantizes each 128 values of the rows of ``x`` to float8_e4m3fn; returns ``(q, scale)``.
 
     ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. Returns float8_e4m3fn ``[..., K]``, contiguous, and
-    float32 ``[..., ceil(K / 128)]``: what ``quantize_rows`` gives for each 128 values, the last ones of a row fewer.
+    float32 ``[..., ceil(K / 128)]``: the result of ``quantize_rows`` for each 128 values, with fewer at the end of a
+    row.
     """
     checks.check_quantize_groups(x)
     out: tuple[Tensor, Tensor] = _backend(x).quantize_groups(x)
@@ -71,7 +72,7 @@ def norm_quantize(
 
     ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``weight``, ``bias``: ``[K]``, of the dtype of
     ``x``. ``norm``: its kind and epsilon; the norm is rounded where the model's module rounds it. Returns ``q`` and
-    ``row_scale`` as ``quantize_rows``.
+    ``row_scale`` as from ``quantize_rows``.
     """
     checks.check_norm_quantize(x, weight, bias, norm, input_scale, dtype)
     out: tuple[Tensor, Tensor] = _backend(x).norm_quantize(x, weight, bias, norm, input_scale, dtype)
@@ -90,9 +91,9 @@ def add_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(total, q, row_scale)``: ``total = residual + x``, then ``norm(total, weight, bias)`` quantized, in one kernel.
 
-    ``x``, ``residual``: ``[..., K]``, of one dtype, which ``total`` is rounded to before its norm. ``branch_weight``:
-    where the model has a norm after the branch too, as Gemma 2: ``total = residual + norm(x, branch_weight)``.
-    ``weight``: None where ``total`` itself goes into the layers, as in OLMo 2. The rest as in ``norm_quantize``.
+    ``x``, ``residual``: ``[..., K]``, of one dtype, to which ``total`` is rounded before its norm. ``branch_weight``:
+    for models with another norm after the branch, like Gemma 2: ``total = residual + norm(x, branch_weight)``.
+    ``weight``: None if ``total`` itself goes into the layers, as in OLMo 2. The rest is as in ``norm_quantize``.
     """
     checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, norm, input_scale, dtype)
     arguments = (x, residual, branch_weight, weight, bias, norm, input_scale, dtype)
@@ -108,10 +109,10 @@ def add_norm(
     bias: Tensor | None,
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
-    """``(total, norm(total, weight, bias))`` as floats, in one kernel: for what reads them unquantized.
+    """``(total, norm(total, weight, bias))`` as floats, in one kernel, for consumers that don't quantize them.
 
-    Arguments as in ``add_norm_quantize``. Without ``residual`` nothing is added; without that and ``branch_weight``
-    ``total`` is ``x``. Without ``weight`` the second is ``total``.
+    Arguments as in ``add_norm_quantize``. Without ``residual``, nothing is added; without ``branch_weight`` as well,
+    ``total`` is ``x``. Without ``weight``, the second result is ``total``.
     """
     checks.check_add_norm(x, residual, branch_weight, weight, bias, norm)
     out: tuple[Tensor, Tensor] = _backend(x).add_norm(x, residual, branch_weight, weight, bias, norm)
@@ -156,12 +157,12 @@ def post_norm_quantize(
 def activation_quantize(
     x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = torch.int8
 ) -> tuple[Tensor, Tensor]:
-    """``quantize_rows`` of ``act(gate) * up`` in one kernel: what lies between the two products of an MLP.
+    """``quantize_rows`` of ``act(gate) * up`` in one kernel: the step between the two products of an MLP.
 
     ``x``: float16, bfloat16 or float32, ``[..., 2I]`` with all gates before the ups, or ``[..., I]`` without ``gated``:
     then ``act(x)``. ``activation``: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"relu"`` or ``"relu2"``; it is
-    rounded to the dtype of ``x``, and so is the product, as float modules round. Returns ``q [..., I]`` and
-    ``row_scale`` as ``quantize_rows``.
+    rounded to the dtype of ``x``, and so is the product, as float modules do. Returns ``q [..., I]`` and ``row_scale``
+    as from ``quantize_rows``.
     """
     checks.check_activation_quantize(x, activation, gated, input_scale, dtype)
     out: tuple[Tensor, Tensor] = _backend(x).activation_quantize(x, activation, gated, input_scale, dtype)
@@ -176,7 +177,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def int_mm(a: Tensor, b: Tensor, *, config: GemmConfig | None = None) -> Tensor:
-    """``a @ b`` of int8 ``[M, K]`` and ``[K, N]`` as exact int32 ``[M, N]``. K is at most 131,071."""
+    """``a @ b`` of int8 ``[M, K]`` and ``[K, N]`` as exact int32 ``[M, N]``. K may be at most 131,071."""
     checks.check_int_mm(a, b)
     out: Tensor = _backend(a, config).int_mm(a, b, **_options(config))
     return out
@@ -199,15 +200,15 @@ def scaled_mm(
     ``a``: int8 ``[M, K]``; ``b``: int8 ``[K, N]``; K is at most 131,071. Or both float8_e4m3fn.
     ``a_scale``: float32 ``[M]``, or one number; ``b_scale``: float32 ``[N]``, or one number.
     ``bias``: float ``[N]``. ``out_dtype``: float16, bfloat16 or float32.
-    The sum of int8 is exact in int32, that of fp8 float32, the rest float32, with one rounding to ``out_dtype``.
+    The sum is exact in int32 for int8, and float32 for fp8. The rest is float32, with one rounding to ``out_dtype``.
 
     ``constant_b``: whether ``b`` is a weight that doesn't change while the model runs. Hopper GPUs then begin to load
     it while the previous kernel in the stream still runs, which makes products of few rows up to 1.15 times as fast.
     Previous kernels may still write ``b``, unless they let the next kernel start before they end (programmatic
     dependent launch).
 
-    ``residual``: ``out_dtype [M, N]``, which is added to the rounded product, with another rounding: the bits of
-    ``scaled_mm(...) + residual``. It costs no pass over memory.
+    ``residual``: ``out_dtype [M, N]``, added to the rounded product, with another rounding: the bits of
+    ``scaled_mm(...) + residual``. It costs no additional pass over memory.
     """
     checks.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, residual)
     options: dict[str, Any] = {"constant_b": constant_b, "residual": residual, **_options(config)}
@@ -227,8 +228,8 @@ def matmul(
     """``activation(a @ b + bias)`` as ``out_dtype [M, N]``, by default the dtype of ``a``.
 
     ``a``: ``[M, K]``, ``b``: ``[K, N]``, both float16, bfloat16, float32, or either fp8. ``bias``: float ``[N]``.
-    ``activation``: ``"relu"``, ``"gelu"`` (erf), ``"silu"`` or None. Sums are float32; float32 operands use TF32 on a
-    GPU only where ``torch.backends.cuda.matmul.fp32_precision`` (or ``allow_tf32``) says so.
+    ``activation``: ``"relu"``, ``"gelu"`` (erf), ``"silu"`` or None. Sums are float32. On a GPU, float32 operands use
+    TF32 only if ``torch.backends.cuda.matmul.fp32_precision`` (or ``allow_tf32``) says so.
     """
     checks.check_matmul(a, b, bias, activation, out_dtype)
     checks.check_hardware(a, out_dtype)
@@ -247,11 +248,11 @@ def quant_linear(
 ) -> Tensor:
     """``x @ (weight * weight_scale[:, None]).T + bias`` in int8; ``[..., N]`` in the dtype of ``x``.
 
-    ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``, or float8_e4m3fn, to whose dtype ``x`` is quantized.
-    ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
-    ``input_scale``: one float32 number for all of ``x``, or None for a scale per row. ``residual``: ``[..., N]`` in the
-    dtype of ``x``, which is added to the output after that is rounded, and the sum rounded. ``recallable``: that the
-    call concerns nobody but the operator itself, so that what computes it may be found by ``launch.plans.recall``.
+    ``x``: float ``[..., K]``, quantized to the dtype of ``weight``. ``weight``: int8 or float8_e4m3fn ``[N, K]``.
+    ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``. ``input_scale``: one float32 number for all of ``x``, or
+    None for a scale per row. ``residual``: ``[..., N]`` in the dtype of ``x``, added to the rounded output; the sum is
+    rounded again. ``recallable``: only the operator itself needs to see the call, so the function that computes it may
+    be found by ``launch.plans.recall``.
     """
     if x.is_neg():
         x = x.resolve_neg()
@@ -277,10 +278,9 @@ def block_scaled_linear(
 ) -> Tensor:
     """``x @ (weight * its blocks' scales).T + bias`` in fp8; ``[..., N]`` in the dtype of ``x``.
 
-    ``x``: float ``[..., K]``, of which each 128 values of a row get a scale. ``weight``: float8_e4m3fn ``[N, K]``.
-    ``weight_scale``: float32 ``[ceil(N / 128), ceil(K / 128)]``, one for each 128 x 128 of it. ``bias``: float ``[N]``.
-    Sums of 128 products are scaled in float32, and added in float32. ``residual``, ``recallable``: as of
-    ``quant_linear``.
+    ``x``: float ``[..., K]``; each 128 values of a row get a scale. ``weight``: float8_e4m3fn ``[N, K]``.
+    ``weight_scale``: float32 ``[ceil(N / 128), ceil(K / 128)]``, one for each 128 x 128 of the weight. ``bias``: float
+    ``[N]``. Sums of 128 products are scaled and added in float32. ``residual``, ``recallable``: as in ``quant_linear``.
     """
     if x.is_neg():
         x = x.resolve_neg()
@@ -308,9 +308,9 @@ def multiply(
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """What ``quant_linear`` gives for rows that are quantized already, of checked arguments: ``out_dtype [..., N]``.
+    """``quant_linear`` for rows that are already quantized, with checked arguments: ``out_dtype [..., N]``.
 
-    ``residual``: ``out_dtype [..., N]``, added to the rounded product, and the sum is rounded too.
+    ``residual``: ``out_dtype [..., N]``, added to the rounded product; the sum is rounded, too.
     """
     if not checks.on_gpu(x.values):
         return cpu.multiply(x.values, x.scale, weight, weight_scale, bias, out_dtype, residual)
@@ -321,7 +321,7 @@ def multiply(
     if residual is not None:
         options["residual"] = residual.reshape(rows, N)
     out: Tensor = _gpu().scaled_mm(a, weight.t(), a_scale, weight_scale, bias, out_dtype, **options)
-    # Not a view for autograd, which would forbid to change it in place: nothing else holds this memory.
+    # Not a view for autograd, which would forbid changing it in place: nothing else holds this memory.
     return torch.ops.aten._unsafe_view(out, [*leading, N])  # type: ignore[no-any-return]
 
 
@@ -336,7 +336,7 @@ def grouped_mm(
     *,
     config: GemmConfig | None = None,
 ) -> Tensor:
-    """A product for every group of rows of ``a``, in one launch for all: ``out_dtype [T, N]``.
+    """A product for every group of rows of ``a``, in one launch for all groups: ``out_dtype [T, N]``.
 
     In group ``g``: ``(a @ b[g].T) * a_scale[:, None] * b_scale[g] + bias[g]``, with the rounding of ``scaled_mm``.
     ``a``: int8 ``[T, K]``, rows sorted by group. ``b``: int8 ``[G, N, K]``, contiguous. ``offsets``: int32 ``[G]``,
@@ -350,12 +350,12 @@ def grouped_mm(
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each token: weights ``[T, k]``, the largest first, and which experts, int64 ``[T, k]``.
+    """The experts of each token: weights ``[T, k]``, the largest first, and the experts' numbers, int64 ``[T, k]``.
 
-    ``logits``: float16, bfloat16 or float32, ``[T, E]``. ``routing``: how, and how many. ``bias``: floats ``[E]`` that
-    count in the choice, not in the weights. On a CPU, the bits and the order of PyTorch's ``softmax``, ``sigmoid`` and
-    ``topk``. On a GPU, the first of equal experts is chosen, where PyTorch leaves that open, and a weight may differ in
-    float32's last bits.
+    ``logits``: float16, bfloat16 or float32, ``[T, E]``. ``routing``: how experts are chosen, and how many. ``bias``:
+    floats ``[E]`` that are part of the choice, but not of the weights. On a CPU, the results have the bits and the
+    order of PyTorch's ``softmax``, ``sigmoid`` and ``topk``. On a GPU, the first of equal experts is chosen, which
+    PyTorch leaves open, and a weight may differ in float32's last bits.
     """
     check_route(logits, routing, bias)
     out: tuple[Tensor, Tensor] = _backend(logits).route(logits, routing, bias)
@@ -380,13 +380,13 @@ def experts(
     ``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``, where an expert is
     ``activation(x @ gate_up[e].T + gate_up_bias[e]) @ down[e].T + down_bias[e]``, rows quantized before each product.
 
-    ``x``: float ``[T, H]``. ``top_k_index``: int64 ``[T, k]``; an id outside ``[0, E)`` contributes nothing, as experts
-    on another device do. ``top_k_weights``: float ``[T, k]``. ``gate_up``: int8 ``[E, 2I, H]``, all rows of the gate
-    before those of up, or ``[E, I, H]`` for an activation that isn't gated; ``down``: int8 ``[E, H, I]``; both
-    contiguous; or both float8_e4m3fn. Scales: float32, one per row of the weight (``[E, 2I]``, ``[E, H]``), or of fp8
-    for each block of 128 x 128 (``[E, ceil(2I / 128), ceil(H / 128)]``); then each 128 values of a row of ``x`` have
-    one too. Biases: float, one per row, or None. ``residual``: like ``x``, added to the rounded sum, and rounded again;
-    or None. The same bits every time.
+    ``x``: float ``[T, H]``. ``top_k_index``: int64 ``[T, k]``; an id outside ``[0, E)`` contributes nothing, as for
+    experts on another device. ``top_k_weights``: float ``[T, k]``. ``gate_up``: int8 ``[E, 2I, H]``, all rows of the
+    gate before those of up, or ``[E, I, H]`` for an activation that isn't gated. ``down``: int8 ``[E, H, I]``. Both are
+    contiguous; or both are float8_e4m3fn. Scales: float32, one per row of the weight (``[E, 2I]``, ``[E, H]``) or, for
+    fp8, one for each block of 128 x 128 (``[E, ceil(2I / 128), ceil(H / 128)]``); then each 128 values of a row of
+    ``x`` have one, too. Biases: float, one per row, or None. ``residual``: like ``x``, added to the rounded sum, which
+    is rounded again; or None. The result has the same bits every time.
     """
     weights = ExpertWeights(gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation)
     return run_experts(x, top_k_index, top_k_weights, weights, residual)
@@ -395,10 +395,10 @@ def experts(
 def run_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
-    """``experts``, of weights that are a value."""
+    """``experts``, with the weights as one value."""
     if x.is_neg():
         x = x.resolve_neg()
-    if not x.is_cuda:  # where a kind of call is checked once
+    if not x.is_cuda:  # the GPU's launcher checks once for every kind of call
         check_experts(x, top_k_index, top_k_weights, weights, residual)
         checks.on_gpu(x)
     out: Tensor = (_gpu() if x.is_cuda else moe_cpu).experts(x, top_k_index, top_k_weights, weights, residual)
@@ -408,25 +408,26 @@ def run_experts(
 def weight_only_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
 ) -> Tensor:
-    """A mixture of experts whose weights alone are quantized: ``[T, H]`` in the dtype of ``x``.
+    """A mixture of experts of which only the weights are quantized: ``[T, H]`` in the dtype of ``x``.
 
     ``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``, where an expert is
     ``activation(x @ W1[e].T + gate_up_bias[e]) @ W2[e].T + down_bias[e]``, and ``W = (q - zero_point) * scale``. Rows
     are rounded to the dtype of ``x`` after either product and after the activation.
 
-    ``x``, ``top_k_index``, ``top_k_weights``, ``residual``: as of ``experts``. ``weights``, for ``N = 2I`` (all rows of
-    the gate before those of up) or ``I`` rows of ``gate_up`` and ``H`` of ``down``, and K of ``H`` or ``I``:
+    ``x``, ``top_k_index``, ``top_k_weights``, ``residual``: as in ``experts``. ``weights``: ``gate_up`` has ``N = 2I``
+    rows (all rows of the gate before those of up), or ``I``, and ``K = H``; ``down`` has ``N = H`` rows and ``K = I``:
 
-    - ``gate_up``, ``down``: of 4 bits uint8 ``[E, N, packed_width(K)]``, of 8 bits int8 or float8_e4m3fn ``[E, N, K]``.
-    - scales ``[E, N, ceil(K / group_size)]``, in float, as uint8 exponents, or float8_e4m3fn with a global scale.
-    - zero points: int8, as the scales, or None. Global scales: float32 ``[E, 2]``, a factor and a divisor, or None.
+    - ``gate_up``, ``down``: 4-bit: uint8 ``[E, N, packed_width(K)]``; 8-bit: int8 or float8_e4m3fn ``[E, N, K]``.
+    - scales: ``[E, N, ceil(K / group_size)]``, float, uint8 exponents, or float8_e4m3fn with a global scale.
+    - zero points: int8, of the shape of the scales, or None. Global scales: float32 ``[E, 2]``, a factor and a divisor,
+      or None.
     - biases: float ``[E, N]``, or None.
-    - ``format``: the weights' format, a name. ``group_size``: how many values along K share a scale; 0 for all.
+    - ``format``: the name of the weights' format. ``group_size``: how many values along K share a scale; 0 for all.
     """
     x = x.resolve_neg()
-    # Kernels multiply 16-bit values: what the CPU does with float32, PyTorch does on a GPU.
+    # The kernels multiply 16-bit values. For float32, PyTorch does on a GPU what it does on a CPU.
     has_kernel = x.is_cuda and x.itemsize == 2
-    if not has_kernel:  # which checks once for every kind of call
+    if not has_kernel:  # the kernel's launcher checks once for every kind of call
         check_weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
         checks.on_gpu(x)
     where = _gpu() if has_kernel else moe_cpu
@@ -435,7 +436,7 @@ def weight_only_experts(
 
 
 def _backend(tensor: Tensor, config: GemmConfig | None = None) -> Any:
-    """The module that computes where ``tensor`` is: ``cpu``, or ``gpu``, which is not imported before it's needed."""
+    """The module that computes where ``tensor`` is: ``cpu``, or ``gpu``, which is imported only when it's needed."""
     if checks.on_gpu(tensor):
         return _gpu()
     if config is None:

@@ -1,8 +1,8 @@
-"""The weights of a mixture's experts and what lies between their two products, as one value.
+"""The weights of a mixture's experts and the activation between their two products, as one value.
 
-An expert is ``activation(x @ gate_up[e].T + gate_up_bias[e]) @ down[e].T + down_bias[e]``. Both values have
-``tensors``, what an operator takes of them, ``sizes``, and ``stored(first, last)``, both weights of some experts as two
-values.
+An expert is ``activation(x @ gate_up[e].T + gate_up_bias[e]) @ down[e].T + down_bias[e]``. Both classes have
+``tensors``, the tensors that an operator gets; ``sizes``; and ``stored(first, last)``, both weights of some experts as
+two values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qgemm.numerics.formats import FORMATS, Format
 
 
 class ExpertWeights(NamedTuple):
-    """Those of experts whose rows are quantized before either product, in int8 or fp8.
+    """The weights of experts whose rows are quantized before each product, in int8 or fp8.
 
     ``dispatch.experts`` documents shapes and dtypes.
     """
@@ -32,16 +32,16 @@ class ExpertWeights(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that isn't ``activation``."""
+        """Everything except ``activation``."""
         return self[:6]
 
     @property
     def has_blocks(self) -> bool:
-        """Whether scales are those of blocks, not of rows."""
+        """Whether scales belong to blocks instead of rows."""
         return self.gate_up_scale.ndim == self.gate_up.ndim
 
     def of(self, expert: int) -> ExpertWeights:
-        """Those of one expert, each with a dimension less."""
+        """The weights of one expert, each with one dimension less."""
         tensors = [None if tensor is None else tensor[expert] for tensor in self[:6]]
         return ExpertWeights._make((*tensors, self.activation))
 
@@ -52,11 +52,11 @@ class ExpertWeights(NamedTuple):
 
     @property
     def may_be_stacked(self) -> bool:
-        """Whether ``stored`` takes several experts."""
+        """Whether ``stored`` accepts several experts."""
         return True
 
     def stored(self, first: int, last: int) -> tuple[ScaledWeight, ScaledWeight]:
-        """``gate_up`` and ``down`` of the experts from ``first`` to before ``last``, each with the rows of all."""
+        """``gate_up`` and ``down`` of experts ``first`` to ``last`` (excluded), each with the rows of all of them."""
         make = ScaledWeight.of_blocks if self.has_blocks else ScaledWeight.of_rows
         some = slice(first, last)
         gate_up_bias, down_bias = (None if bias is None else bias[some] for bias in (self.gate_up_bias, self.down_bias))
@@ -65,7 +65,7 @@ class ExpertWeights(NamedTuple):
 
 
 class WeightOnlyExperts(NamedTuple):
-    """Those of experts with quantized weights and products in float.
+    """The weights of experts whose weights are quantized and whose products are in float.
 
     ``dispatch.weight_only_experts`` documents shapes and dtypes.
     """
@@ -86,7 +86,7 @@ class WeightOnlyExperts(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that are tensors."""
+        """All of its tensors."""
         return self[:10]
 
     @property
@@ -101,11 +101,11 @@ class WeightOnlyExperts(NamedTuple):
 
     @property
     def may_be_stacked(self) -> bool:
-        """Whether ``stored`` takes several experts: not where each has a global scale."""
+        """Whether ``stored`` accepts several experts: not if each has a global scale."""
         return self.down_global_scale is None
 
     def stored(self, first: int, last: int) -> tuple[ScaledWeight, ScaledWeight]:
-        """``gate_up`` and ``down`` of the experts from ``first`` to before ``last``, each with the rows of all."""
+        """``gate_up`` and ``down`` of experts ``first`` to ``last`` (excluded), each with the rows of all of them."""
         made = []
         for tensors, K in zip((self[:5], self[5:10]), self.sizes, strict=True):
             *stored, bias = (None if tensor is None else tensor[first:last].flatten(0, 1) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The kernels' functions on a GPU, in Triton; importing this imports Triton. For ``dispatch.py`` alone."""
+"""The kernels' functions on a GPU, in Triton; importing this imports Triton. Only for ``dispatch.py``."""
 
 # ruff: noqa: F401
 from qgemm.kernels.activation.launcher import activate, activation_quantize

@@ -1,6 +1,7 @@
 """``Norm``: the norm of a row, as the models' modules compute it.
 
-All is float32; what differs among models is where a value is rounded to the row's dtype, and that decides its bits.
+Everything is computed in float32. Models differ in where a value is rounded to the row's dtype, and that decides its
+bits.
 """
 
 import math
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NORMS = ("rms", "rms_once", "rms_plus_one", "layer")
-"""The kinds; ``Norm`` says what they are."""
+"""The kinds of norms; see ``Norm``."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Norm:
     - ``"rms_plus_one"``: ``round(y * (1 + weight))``, as in Gemma 1 to 3.
     - ``"layer"``: ``nn.LayerNorm``: ``round((x - mean) / sqrt(var + eps) * weight + bias)``; Cohere's has no bias.
 
-    ``weight``, ``bias``: of the dtype of ``x``; a float32 weight in a bfloat16 model isn't supported. ``eps``: a number
-    from 0 on. Raises ``ValueError`` for other values.
+    ``weight``, ``bias``: of the dtype of ``x``; a float32 weight in a bfloat16 model isn't supported. ``eps``: a
+    number, at least 0. Raises ``ValueError`` for other values.
     """
 
     kind: str = "rms"
@@ -39,13 +40,13 @@ class Norm:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it takes off the mean, and may have a bias."""
+        """Whether it subtracts the mean, and may have a bias."""
         return self.kind == "layer"
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The norm of the rows of ``x [..., K]``, in its dtype. ``weight``, ``bias``: ``[K]``."""
         if self.is_layer:
-            # Of the dtype of x already, but under autocast.
+            # It has the dtype of ``x`` already, except under autocast.
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps).to(x.dtype) if x.numel() else x.clone()
         h = x.float()
         y = h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + self.eps)

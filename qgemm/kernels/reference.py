@@ -2,24 +2,25 @@
 
 Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 
-- int8 is symmetric, in [-127, 127]: ``scale = amax / 127`` in float32, ``q = round_half_even(x / scale)``;
-  ``qgemm.numerics.formats`` has the numbers.
-- With a zero point ``z``, which static scales alone have, ``q = clamp(round_half_even(x / scale) + z, -128, 127)``: all
-  256 values, as nothing then has to have its opposite. 0 is stored as ``z``, exactly.
-- A row of zeros has scale 1. A row that holds NaN or Inf has scale NaN and zeros for values: the product is then a row
-  of NaN, never finite garbage.
+- int8 is symmetric, in [-127, 127]: ``scale = amax / 127`` in float32, ``q = round_half_even(x / scale)``; the numbers
+  come from ``qgemm.numerics.formats``.
+- With a zero point ``z``, which only static scales have, ``q = clamp(round_half_even(x / scale) + z, -128, 127)``: all
+  256 values are used, since no value needs an opposite then. 0 is stored as ``z``, exactly.
+- A row of zeros has scale 1. A row with NaN or Inf has scale NaN and zeros as values, so the product is a row of NaN,
+  never finite garbage.
 - A product is accumulated exactly in int32, then scaled in float32 as ``acc * a_scale[m] * b_scale[n] + bias[n]`` and
-  cast once. A residual is added to what was cast, in float32, and the sum cast: the bits of two operators.
-- A product with a weight that alone is quantized is one of floats: with ``W = (q - z) * s`` in float32, it is
-  ``x @ W.T + bias`` in float32, and cast once.
-- A norm rounds where the model's module does (``norms.Norm``), and so does an activation ahead of a product
-  (``activations.activated``): a fused block has the bits of its parts. A sum of a residual is rounded before its norm.
-- fp8 is e4m3, in [-448, 448], with ``scale = amax / 448``; values of float32 ``x / scale`` round to nearest, halves to
-  even. A product is accumulated in float32, then scaled as that of int8. With blocks, each 128 values of a row have a
-  scale, and each 128 x 128 values of a weight: sums of 128 products are scaled in float32 and added in float32.
-- Experts round to the dtype of their input where a float module does: after each product, with its bias, and after the
-  activation, which is computed in float32. The weighted sum over a token's experts is float32, slot by slot, and cast
-  once.
+  cast once. A residual is added to the cast value in float32, and the sum is cast: the bits of two operators.
+- A product with a weight that alone is quantized is a float product: with ``W = (q - z) * s`` in float32, it is
+  ``x @ W.T + bias`` in float32, cast once.
+- A norm rounds where the model's module does (``norms.Norm``), and so does an activation before a product
+  (``activations.activated``): a fused block has the bits of its parts. The sum with a residual is rounded before its
+  norm.
+- fp8 is e4m3, in [-448, 448], with ``scale = amax / 448``; float32 ``x / scale`` is rounded to nearest, halves to even.
+  A product is accumulated in float32, then scaled as for int8. With blocks, each 128 values of a row have a scale, and
+  each 128 x 128 values of a weight: sums of 128 products are scaled and added in float32.
+- Experts round to the dtype of their input where a float module does: after each product, including its bias, and after
+  the activation, which is computed in float32. The weighted sum over a token's experts is float32, slot by slot, and
+  cast once.
 - Attention is computed in float32 and rounded once: scores, softmax and the sum over values.
 """
 
@@ -46,7 +47,7 @@ def quantize_rows_reference(
     """``(q, row_scale)`` of ``x [..., K]``: ``dtype [..., K]`` and float32 ``[...]``, with ``x ~ q * row_scale``.
 
     ``scale``: one static float32 scale for all rows, instead of each row's own; values beyond it saturate.
-    ``zero_point``: what 0 becomes under a static scale, int8; then ``x ~ (q - zero_point) * row_scale``.
+    ``zero_point``: for a static scale, the int8 number that 0 becomes; then ``x ~ (q - zero_point) * row_scale``.
     """
     values = x.float()
     finite = values.isfinite().all(dim=-1)
@@ -71,7 +72,8 @@ def quantize_groups_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 def weight_only_linear_reference(x: Tensor, weight: ScaledWeight) -> Tensor:
     """``x @ W.T + bias`` in the dtype of ``x``; ``W`` is ``weight.dequantize`` in float32.
 
-    With ``weight.int8_activations``, rows are quantized, and sums of groups exact: ``int4_int8_linear_reference``.
+    With ``weight.int8_activations``, rows are quantized and the sums of groups are exact:
+    ``int4_int8_linear_reference``.
     """
     if weight.int8_activations:
         return int4_int8_linear_reference(x, weight)
@@ -82,7 +84,7 @@ def weight_only_linear_reference(x: Tensor, weight: ScaledWeight) -> Tensor:
 def int4_int8_linear_reference(x: Tensor, weight: ScaledWeight) -> Tensor:
     """``row_scale * (sums[0] * scale[0] + sums[1] * scale[1] + ...) + bias`` in float32, rounded once.
 
-    ``sums[g]``: exact int32 products of the quantized rows' group ``g`` and the weight's, less its zero points.
+    ``sums[g]``: exact int32 products of group ``g`` of the quantized rows with the weight's, minus its zero points.
     """
     K, size, order = weight.in_features, weight.group_size, weight.input_order
     q, row_scale = quantize_rows_reference(x if order is None else x[..., order])
@@ -109,7 +111,7 @@ def norm_quantize_reference(
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows_reference(norm(x, weight, bias), input_scale)``; the norm is rounded to the dtype of ``x``.
 
-    Of ``"rms"``, with ``h`` the float32 ``x``: ``y = round(h * rsqrt(mean(h^2) + eps))``, then ``round(weight * y)``.
+    For ``"rms"``, with ``h`` the float32 ``x``: ``y = round(h * rsqrt(mean(h^2) + eps))``, then ``round(weight * y)``.
     """
     return quantize_rows_reference(norm(x, weight, bias), input_scale, dtype=dtype)
 
@@ -124,9 +126,10 @@ def add_norm_quantize_reference(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``total = round(residual + x)``, and ``(q, row_scale)`` of ``norm(total, weight, bias)``, all three of them.
+    """``(total, q, row_scale)``: ``total = round(residual + x)``, and ``norm(total, weight, bias)``, quantized.
 
-    With ``branch_weight``, ``norm(x, branch_weight)`` for ``x``; without ``weight``, ``total`` itself is quantized.
+    With ``branch_weight``, ``norm(x, branch_weight)`` replaces ``x``. Without ``weight``, ``total`` itself is
+    quantized.
     """
     total, normed = add_norm_reference(x, residual, branch_weight, weight, bias, norm)
     return total, *quantize_rows_reference(normed, input_scale, dtype=dtype)
@@ -142,7 +145,7 @@ def add_norm_reference(
 ) -> tuple[Tensor, Tensor]:
     """``(total, norm(total, weight, bias))``, with ``total`` as in ``add_norm_quantize_reference``.
 
-    Without ``residual`` nothing is added; without ``weight`` the second is ``total`` too.
+    Without ``residual``, nothing is added. Without ``weight``, the second result is ``total``, too.
     """
     branch = x if branch_weight is None else norm(x, branch_weight)
     total = branch if residual is None else residual + branch
@@ -173,7 +176,7 @@ def activation_quantize_reference(
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows_reference(round(round(act(gate)) * up), input_scale)`` of ``x [..., 2I]``, gates before ups.
 
-    Without ``gated``, of ``round(act(x))``. What ``round`` gives has the dtype of ``x``.
+    Without ``gated``, it quantizes ``round(act(x))``. ``round`` is to the dtype of ``x``.
     """
     return quantize_rows_reference(activated(x, activation, gated), input_scale, dtype=dtype)
 
@@ -194,7 +197,7 @@ def scaled_mm_reference(
 ) -> Tensor:
     """``(a @ b) * a_scale[:, None] * b_scale + bias`` as ``out_dtype [M, N]``; scales are vectors or scalars.
 
-    ``residual``: ``out_dtype [M, N]``, to add to that.
+    ``residual``: ``out_dtype [M, N]``, added to that.
     """
     out = (a.double() @ b.double()).float() * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
     if bias is not None:
@@ -235,7 +238,7 @@ def multiply_reference(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """A linear layer of rows that are quantized: ``out_dtype [..., N]`` of ``q [..., K]`` and ``weight [N, K]``.
+    """A linear layer of quantized rows: ``out_dtype [..., N]`` from ``q [..., K]`` and ``weight [N, K]``.
 
     The product is that of ``scaled_mm_reference``; with a residual, ``round(round(product) + residual)``.
     """
@@ -252,7 +255,7 @@ def matmul_reference(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``activation(a @ b + bias)`` of float ``[M, K]`` and ``[K, N]``, in float32; ``out_dtype``: a's if None."""
+    """``activation(a @ b + bias)`` of float ``[M, K]`` and ``[K, N]``, in float32. ``out_dtype``: a's dtype if None."""
     out = a.float() @ b.float()
     if bias is not None:
         out = out + bias.float()
@@ -272,8 +275,8 @@ def grouped_mm_reference(
 ) -> Tensor:
     """For every group ``g`` of rows of ``a [T, K]``: ``(a @ b[g].T) * a_scale[:, None] * b_scale[g] + bias[g]``.
 
-    ``b``: ``[G, N, K]``. ``offsets [G]``: where each group ends; it begins where the one before ends. Rows beyond the
-    last group are zeros.
+    ``b``: ``[G, N, K]``. ``offsets [G]``: where each group ends; the next one begins there. Rows beyond the last group
+    are zeros.
     """
     out = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
     start = 0
@@ -308,7 +311,7 @@ def experts_reference(
 def weight_only_experts_reference(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
 ) -> Tensor:
-    """The same of weights that stand for float ones; see ``dispatch.weight_only_experts``."""
+    """``experts_reference`` with the weights that the stored ones stand for; see ``dispatch.weight_only_experts``."""
 
     def product(x: Tensor, weight: ScaledWeight) -> Tensor:
         out = x.float() @ weight.dequantize(torch.float32).t()
@@ -354,7 +357,7 @@ def decode_attention_reference(
 ) -> Tensor:
     """``softmax(scale * q @ k.T) @ v`` over the keys that each query sees; see ``attention/dispatch.decode_attention``.
 
-    In float32, or float64 for a ``q`` of that type.
+    Computed in float32, or in float64 if ``q`` is float64.
     """
     (B, S, Hq, D), (Hkv, L) = q.shape, k.shape[1:3]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -377,7 +380,7 @@ def decode_attention_reference(
         top = torch.maximum(scores.amax(dim=-1), sink).clamp(min=torch.finfo(dtype).min)
         weights = torch.exp(scores - top[..., None])
         total = weights.sum(dim=-1) + torch.exp(sink - top)
-        # Memory of keys that nobody sees may hold anything.
+        # Memory of keys that no query sees may hold anything.
         summed = torch.einsum("bhl,bhld->bhd", weights, values.masked_fill(~visible[:, None, :, None], 0.0))
         out[:, i] = summed / total.masked_fill(total == 0, 1.0)[..., None]  # a query that sees nothing gives zeros
     return out
@@ -398,7 +401,7 @@ def paged_attention_reference(
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """``decode_attention_reference`` of each sequence by itself; see ``attention/dispatch.paged_attention``."""
+    """``decode_attention_reference`` for each sequence separately; see ``attention/dispatch.paged_attention``."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     options: dict[str, Any] = {"sinks": sinks, "scale": scale, "softcap": softcap, "window": window}
     bounds = zip(pairwise(query_starts.tolist()), pairwise(key_starts.tolist()), strict=True)

@@ -1,4 +1,4 @@
-"""``Routing``: which experts a token goes to, and with what weights, as routers of models compute it from logits."""
+"""``Routing``: which experts a token goes to, and with what weights, as models' routers compute it from logits."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 ROUTINGS = ("softmax", "softmax_of_top_k", "sigmoid", "sigmoid_of_top_k", "sparsemixer")
-"""The kinds; ``Routing`` says what they are."""
+"""The kinds of routers; see ``Routing``."""
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,19 @@ class Routing:
     - ``"softmax_of_top_k"``: ``softmax`` of the largest logits, rounded once. GPT-OSS, GraniteMoE.
     - ``"sigmoid"``: the largest of ``p = sigmoid(logits)``, in float32. DeepSeek V3, GLM-4-MoE, MiniMax-M2, LFM2-MoE.
     - ``"sigmoid_of_top_k"``: ``sigmoid`` of the largest logits, in float32. Llama 4.
-    - ``"sparsemixer"``: one expert after the other, each time the one with the largest logit ``l`` that is left. Its
-      weight is its ``softmax`` among the logits left that are near: below ``l`` by at most ``margin`` times the larger
-      of the magnitudes of ``l`` and theirs. All is rounded to the dtype of the logits. Phi-3.5-MoE.
+    - ``"sparsemixer"``: one expert after the other, each time the one with the largest remaining logit ``l``. Its
+      weight is its ``softmax`` among the remaining logits that are near: less than ``l`` by at most ``margin`` times
+      the larger of the magnitudes of ``l`` and that logit. Everything is rounded to the dtype of the logits.
+      Phi-3.5-MoE.
 
-    Where there is a bias, those with the largest ``p + bias`` are chosen, with weights of ``p`` alone.
+    With a bias, the experts with the largest ``p + bias`` are chosen, but the weights come from ``p`` alone.
 
-    - ``normalized``: whether weights are divided by their sum and ``offset``, or ``floor`` where the sum is smaller.
-    - ``rounded``: whether ``p`` and what is computed of it are rounded to the dtype of the logits, each.
+    - ``normalized``: whether weights are divided by their sum plus ``offset``, or by ``floor`` if that is larger.
+    - ``rounded``: whether ``p``, and each value that is computed from it, is rounded to the dtype of the logits.
     - ``in_float``: whether weights are float32, as Mixtral's, or rounded to the dtype of the logits.
-    - ``scale``: what weights are multiplied by at last.
-    - ``groups``, ``kept_groups``: experts form ``groups`` groups of one size, and a token chooses among the experts of
-      ``kept_groups`` of them: those with the largest sums of their two largest values.
+    - ``scale``: the factor that weights are multiplied by at the end.
+    - ``groups``, ``kept_groups``: experts form ``groups`` groups of equal size, and a token chooses among the experts
+      of ``kept_groups`` of them: the groups with the largest sums of their two largest values.
 
     Raises ``ValueError`` for other values.
     """
@@ -56,16 +57,16 @@ class Routing:
             raise ValueError(f"kept_groups is {self.kept_groups}; it must be from 1 to groups = {self.groups}")
 
     def dtype(self, logits: Tensor) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         return torch.float32 if self.in_float else logits.dtype
 
     @property
     def chooses_by_logits(self) -> bool:
-        """Whether a bias has no part in the choice."""
+        """Whether experts are chosen by their logits, without a bias."""
         return self.kind in ("softmax_of_top_k", "sigmoid_of_top_k", "sparsemixer")
 
     def __call__(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights ``[T, top_k]`` and experts, int64 ``[T, top_k]``, of ``logits [T, E]``; as PyTorch breaks ties."""
+        """Weights ``[T, top_k]`` and experts, int64 ``[T, top_k]``, from ``logits [T, E]``; ties are PyTorch's."""
         if self.kind == "sparsemixer":
             return self._mix(logits, None)
         p = self._scores(logits)
@@ -75,12 +76,12 @@ class Routing:
             kept = parts.topk(2, dim=-1)[0].sum(dim=-1).topk(self.kept_groups, dim=-1, sorted=False)[1]
             left = torch.zeros(parts.shape[:-1], dtype=torch.bool, device=p.device).scatter_(-1, kept, True)
             choice = parts.masked_fill(~left[..., None], float("-inf")).flatten(-2)
-        # The order of models, in which experts are summed.
+        # In the models' order, in which experts are summed.
         index = choice.topk(self.top_k, dim=-1, sorted=self.kind != "sigmoid" or self.rounded)[1]
         return self._weigh(p, index, self.dtype(logits)), index
 
     def weights(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Those of chosen experts ``index [T, top_k]``."""
+        """The weights of the chosen experts ``index [T, top_k]``."""
         if self.kind == "sparsemixer":
             return self._mix(logits, index)[0]
         return self._weigh(self._scores(logits), index, self.dtype(logits))
@@ -104,7 +105,7 @@ class Routing:
         return (weights if self.scale == 1.0 else weights * self.scale).to(dtype)
 
     def _mix(self, logits: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """SparseMixer, without its noise; of the experts in ``index``, or those that it chooses."""
+        """SparseMixer without its noise, for the experts in ``index``, or those that it chooses if that is None."""
         left, weights, chosen = logits, [], []
         for j in range(self.top_k):
             largest, expert = left.max(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""``QuantizedRows``: an activation in int8 or fp8, for all that multiply it: a layer is ``multiply(quantize(x))``."""
+"""``QuantizedRows``: an int8 or fp8 activation, for all layers that use it: a layer is ``multiply(quantize(x))``."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class QuantizedRows(NamedTuple):
-    """``x ~ values * scale``, a scale for each row, which is the last dimension.
+    """``x ~ values * scale``, with a scale for each row, which is the last dimension.
 
-    With a zero point it is ``(values - zero_point) * scale``. What that adds to a product is the same for every row,
-    and is in the layer's bias.
+    With a zero point it is ``(values - zero_point) * scale``. The zero point's contribution to a product is the same
+    for every row, and is in the layer's bias.
     """
 
     values: Tensor

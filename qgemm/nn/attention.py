@@ -319,7 +319,10 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 def _close(
     attention: Any, bias: nn.Parameter | None = None, out_proj: type[nn.Module] = NonDynamicallyQuantizableLinear
 ) -> None:
-    """Closes one. ``bias``: its former ``in_proj_bias``; None takes its layers' biases. ``out_proj``: that class."""
+    """Closes one.
+
+    ``bias``: its former ``in_proj_bias``; None takes its layers'. ``out_proj``: the class of its output projection.
+    """
     own = attention.in_proj_bias if bias is None else bias
     attention.__class__ = nn.MultiheadAttention
     layers: dict[str, Any] = dict(attention._modules)

@@ -57,6 +57,11 @@ class Format:
         low = -self.high - 1
         return replace(self, low=low, steps=self.high - low, has_zero_point=True)
 
+    @property
+    def has_codebook(self) -> bool:
+        """Whether its ``table`` holds any numbers, float32, that no formula gives: products look them up."""
+        return self.table is not None and self.nearest is None
+
     def scale_of(self, amax: Tensor) -> Tensor:
         """The scales, float32, of values whose largest magnitudes are ``amax``."""
         amax = amax.float()
@@ -156,6 +161,9 @@ _NF4 = (
     + (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
 )
 
+# Of bitsandbytes' fp4, which is no e2m1: twelfths of 1/16, 8, 12, 4, 6, 2 and 3, as float32.
+_BNB_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
+
 # Without -128, so that each value has its opposite.
 INT8 = Format("int8", torch.int8, 8, -127, 127, 127, (2**31 - 1) // (128 * 128))
 # 7.5 steps: the largest value errs by half a step, as any other may.
@@ -174,9 +182,13 @@ FP4 = Format(
     excess=1.2,
 )
 NF4 = Format("nf4", torch.uint8, 4, -1.0, 1.0, 1.0, table=_NF4)
+# Code 8 is a second 0, not -0.
+BNB_FP4 = Format("bnb-fp4", torch.uint8, 4, -1.0, 1.0, 1.0, table=(*_BNB_FP4, *(0.0 - value for value in _BNB_FP4)))
 
-FORMATS: dict[str, Format] = {each.name: each for each in (INT8, INT4, FP8, FP4, NF4)}
-"""The formats by name: whole numbers; ``fp8`` e4m3; ``fp4`` e2m1; ``nf4`` the 4-bit normal float of QLoRA."""
+FORMATS: dict[str, Format] = {each.name: each for each in (INT8, INT4, FP8, FP4, NF4, BNB_FP4)}
+"""The formats by name: whole numbers; ``fp8`` e4m3; ``fp4`` e2m1; ``nf4`` the 4-bit normal float of QLoRA;
+``bnb-fp4`` the values that bitsandbytes calls fp4.
+"""
 
 OPERANDS: dict[torch.dtype, Format] = {each.storage: each for each in (INT8, FP8)}
 """Those that products take both operands of, by dtype."""

@@ -48,15 +48,14 @@ def gradients(
         if gate_up.bias is not None:
             h = h + gate_up.bias.to(x.dtype).view(last - first, -1)[ids[some] - first]
         grad_y = grad[rows[some]]
-        grad_inner = _product(grad_y, second_weight, offsets).float()
-        of_factors = (grad_inner * experts.activation(h)).sum(-1)
+        grad_inner = _product(grad_y, second_weight, offsets)
+        grad_h, of_factors = _of_activation(experts.activation, h, grad_inner, factors[some], offsets, len(pairs))
         if down.bias is not None:
             of_factors = of_factors + (
                 grad_y.float() * down.bias.float().view(last - first, -1)[ids[some] - first]
             ).sum(-1)
         grad_factors[some] = of_factors
-        grad_h = _activation_backward(experts.activation, h.float(), grad_inner * factors[some, None])
-        grad_pairs[some] = _product(grad_h.to(x.dtype), first_weight, offsets)
+        grad_pairs[some] = _product(grad_h, first_weight, offsets)
     # Summed in an order that doesn't depend on the device's mood.
     places = torch.empty_like(pairs).index_copy_(0, pairs, torch.arange(len(pairs), device=pairs.device))
     grad_x = grad_pairs[places].view(*top_k_index.shape, x.shape[1]).float().sum(1)
@@ -83,6 +82,22 @@ def _product(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         return rows @ weights[0]
     out: Tensor = F.grouped_mm(rows, weights, offs=offsets)
     return out
+
+
+def _of_activation(
+    activation: GatedActivation, h: Tensor, grad: Tensor, factors: Tensor, offsets: Tensor, most: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``(factors * grad * activation(h)).sum()`` for ``h``, in its dtype, and ``factors``.
+
+    ``offsets``: int32, whose last one is the number of rows, of ``most`` there may be.
+    """
+    if h.is_cuda and not (h.requires_grad or grad.requires_grad or factors.requires_grad):
+        from qgemm.kernels.activation.launcher import activation_backward
+
+        return activation_backward(h.contiguous(), grad.contiguous(), factors, offsets[-1:], activation, most)
+    grad = grad.float()
+    of_factors = (grad * activation(h)).sum(-1)
+    return _activation_backward(activation, h.float(), grad * factors[:, None]).to(h.dtype), of_factors
 
 
 def _activation_backward(activation: GatedActivation, h: Tensor, grad: Tensor) -> Tensor:

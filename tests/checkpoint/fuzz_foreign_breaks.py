@@ -218,7 +218,7 @@ _WHOLE: dict[str, list[Any]] = {
     "llm_int8_threshold": [0.0, 6.0, -1, float("inf"), "x"],
     "llm_int8_has_fp16_weight": [True, False],
     "llm_int8_skip_modules": [["lm_head"], None, "re:(a+)+$"],
-    "bnb_4bit_quant_type": ["nf4"],
+    "bnb_4bit_quant_type": ["nf4", "fp4"],
     "weight_block_size": [[128, 128], [64, 64], [128], 128, None, "128x128", [], [2**63, 1]],
     "activation_scheme": ["dynamic", "static", None, []],
     "fmt": ["e4m3", "e5m2", 8],

@@ -22,11 +22,11 @@ from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, load_sav
 from checkpoint.packers import Layer
 from qgemm.checkpoint import load_quantized
 from qgemm.nn import LinearLayer
-from qgemm.numerics.formats import NF4
+from qgemm.numerics.formats import BNB_FP4, NF4, Format
 
 Tensors = dict[str, Tensor]
 OWN_CONFIG, _KEY = "quantize_config.json", "quantization_config"
-WIDTH, NF4_WIDTH = 64, 48
+WIDTH, ODD_WIDTH = 64, 48
 
 
 class PackedFuzzNet(FuzzNet):
@@ -36,11 +36,11 @@ class PackedFuzzNet(FuzzNet):
         super().__init__(WIDTH, 3)
 
 
-class Nf4FuzzNet(FuzzNet):
+class OddFuzzNet(FuzzNet):
     """Two layers whose rows aren't whole blocks."""
 
     def __init__(self) -> None:
-        super().__init__(NF4_WIDTH, 2)
+        super().__init__(ODD_WIDTH, 2)
 
 
 def make_packed(folder: Path, breaks: list[Break]) -> list[Good]:
@@ -69,8 +69,9 @@ def make_packed(folder: Path, breaks: list[Break]) -> list[Good]:
     for name, layers, config, check in written:
         _write(folder / name, PackedFuzzNet(), layers, config, in_two=name == "gptq", own_file=name == "gptq2")
         made.append(_good(folder / name, PackedFuzzNet, check, breaks))
-    _write(folder / "nf4", Nf4FuzzNet(), [_nf4(0, False), _nf4(1, True)], {"load_in_4bit": True})
-    made.append(_good(folder / "nf4", Nf4FuzzNet, check_nf4, breaks))
+    layers = [_bitsandbytes(0, "nf4", NF4, False), _bitsandbytes(1, "fp4", BNB_FP4, True)]
+    _write(folder / "bitsandbytes", OddFuzzNet(), layers, {"load_in_4bit": True})
+    made.append(_good(folder / "bitsandbytes", OddFuzzNet, check_bitsandbytes, breaks))
     return made
 
 
@@ -159,14 +160,14 @@ def _ternary(seed: int) -> Tensors:
     return {"weight": octets.to(torch.uint8), "weight_scale": torch.rand(1).bfloat16()}
 
 
-def _nf4(seed: int, double: bool) -> Tensors:
+def _bitsandbytes(seed: int, kind: str, form: Format, double: bool) -> Tensors:
     torch.manual_seed(seed)
-    count = NF4_WIDTH * NF4_WIDTH
+    count = ODD_WIDTH * ODD_WIDTH
     blocks = count // 64
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [NF4_WIDTH, NF4_WIDTH]}
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": [ODD_WIDTH, ODD_WIDTH]}
     found = {
         "weight": torch.randint(256, (count // 2, 1), dtype=torch.uint8),
-        "weight.quant_map": torch.tensor(NF4.table),
+        "weight.quant_map": torch.tensor(form.table),
         "weight.absmax": torch.rand(blocks),
     }
     if double:
@@ -175,7 +176,7 @@ def _nf4(seed: int, double: bool) -> Tensors:
         found["weight.nested_absmax"] = torch.rand(-(-blocks // 16))
         found["weight.nested_quant_map"] = torch.linspace(-1, 1, 256)
     text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    return {**found, "weight.quant_state.bitsandbytes__nf4": text}
+    return {**found, f"weight.quant_state.bitsandbytes__{kind}": text}
 
 
 # What the files stand for.
@@ -262,9 +263,10 @@ def check_torchao(model: nn.Module, files: Tensors, config: dict[str, Any]) -> N
         _assert_weight(layer, (qdata - zeros) * scale)
 
 
-def check_nf4(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:
+def check_bitsandbytes(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:
     for layer, own in _layers(model, files):
-        state = json.loads(bytes(own["weight.quant_state.bitsandbytes__nf4"].tolist()))
+        (text,) = (value for name, value in own.items() if name.startswith("weight.quant_state."))
+        state = json.loads(bytes(text.tolist()))
         octets = own["weight"].contiguous().view(-1).view(torch.uint8)
         codes = torch.stack((octets >> 4, octets & 15), dim=-1).flatten()[: layer.in_features * layer.out_features]
         absmax = own["weight.absmax"].flatten()
@@ -309,6 +311,7 @@ def metadata_of(files: Files, name: str) -> dict[str, str]:
 
 _PACKED = ("qweight", "qzeros", "g_idx", "scales", "absmax", "quant_map", "nested_absmax", "nested_quant_map") + (
     "bitsandbytes__nf4",
+    "bitsandbytes__fp4",
     "_weight_qdata",
     "_weight_scale",
     "_weight_zero_point",
@@ -356,7 +359,7 @@ def _with_odd_values(rng: random.Random, value: Tensor) -> Tensor:
 
 
 def break_state(rng: random.Random, files: Files) -> None:
-    """The JSON that tells the sizes of a layer of nf4, or what a tensor of torchao's is."""
+    """The JSON that tells the sizes of a layer of 4 bits, or what a tensor of torchao's is."""
     shard, tensors = load_shard(rng, files)
     metadata = metadata_of(files, shard)
     states = sorted(name for name in tensors if ".quant_state." in name)

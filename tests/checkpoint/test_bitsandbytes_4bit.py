@@ -1,4 +1,4 @@
-"""bitsandbytes' nf4: the library's samples, sizes that aren't multiples of its blocks by the library itself, damage."""
+"""bitsandbytes' nf4 and fp4: samples, sizes that aren't multiples of its blocks by the library itself, damage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import qgemm
@@ -20,17 +20,20 @@ from checkpoint.packers import linears
 from checkpoint.samples import SAMPLES, load_sample, logit_error, wrong_weights
 from qgemm import CheckpointError
 from qgemm.nn import WeightOnlyLinear
+from qgemm.numerics.packing import unpack_codes
 
 LAYER = "model.layers.1.mlp.up_proj"
-CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+KIND = pytest.mark.parametrize("kind", ["nf4", "fp4"])
+SCHEMES = {"nf4": "nf4", "fp4": "bnb-fp4"}
 
 
-@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-nf4-double"])
-def test_samples(name: str) -> None:
+@pytest.mark.parametrize(("name", "scheme"), [("bnb-nf4", "nf4"), ("bnb-nf4-double", "nf4"), ("bnb-fp4", "bnb-fp4")])
+def test_samples(name: str, scheme: str) -> None:
     model, warnings = load_sample(name)
     assert warnings == []
     layers = [layer for layer in model.modules() if isinstance(layer, WeightOnlyLinear)]
-    assert {(layer.scheme.name, layer.weight_scale.dtype) for layer in layers} == {("nf4", torch.float32)}
+    assert {(layer.scheme.name, layer.weight_scale.dtype) for layer in layers} == {(scheme, torch.float32)}
     assert wrong_weights(name) == []
     assert logit_error(name) < 1e-6
 
@@ -45,7 +48,8 @@ def by_the_library(weight: Tensor, folder: Path, storage: torch.dtype = torch.ui
     packed, state = quantize_4bit(weight, quant_storage=storage, **options)
     parts = {f"a.weight.{leaf}": value for leaf, value in state.as_dict(packed=True).items()}
     save_file({"a.weight": packed, **parts}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization_config": CONFIG}))
+    quantization = {**CONFIG, "bnb_4bit_quant_type": state.quant_type}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     octets, absmax = packed.flatten().view(torch.uint8), state.absmax
     if state.nested:
         absmax = dequantize_blocks(state.state2, absmax) + state.offset
@@ -61,30 +65,78 @@ def dequantize_blocks(state: Any, codes: Tensor) -> Tensor:
     return state.code[codes.int()] * state.absmax[torch.arange(len(codes)) // state.blocksize]
 
 
+@KIND
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize(("K", "size"), [(48, 16), (96, 32), (192, 64), (320, 64), (144, 16)])
-def test_blocks_go_over_the_ends_of_rows(K: int, size: int, double: bool, tmp_path: Path) -> None:
+def test_blocks_go_over_the_ends_of_rows(K: int, size: int, double: bool, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(K)
-    weight = by_the_library(torch.randn(37, K), tmp_path, quant_type="nf4", compress_statistics=double)
+    weight = by_the_library(torch.randn(37, K), tmp_path, quant_type=kind, compress_statistics=double)
     model: Any = qgemm.load_quantized(tmp_path, model=linears(a=(37, K)))
+    assert model["a"].scheme.name == (SCHEMES[kind] if size == 64 else f"{SCHEMES[kind]}-{size}")
     assert model["a"].group_size == size
     assert torch.equal(model["a"].dequantize(torch.float32).weight, weight)
 
 
+@KIND
 @pytest.mark.parametrize("block", [128, 256, 4096])
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
-def test_other_blocks_and_dtypes_of_bytes(block: int, storage: torch.dtype, tmp_path: Path) -> None:
-    weight = by_the_library(torch.randn(16, 128), tmp_path, storage, quant_type="nf4", blocksize=block)
+def test_other_blocks_and_dtypes_of_bytes(block: int, storage: torch.dtype, kind: str, tmp_path: Path) -> None:
+    weight = by_the_library(torch.randn(16, 128), tmp_path, storage, quant_type=kind, blocksize=block)
     model: Any = qgemm.load_quantized(tmp_path, model=linears(a=(16, 128)))
     assert model["a"].group_size == 128
     assert torch.equal(model["a"].dequantize(torch.float32).weight, weight)
 
 
-def test_fp4_is_refused(tmp_path: Path) -> None:
+def test_every_code_keeps_its_value(tmp_path: Path) -> None:
+    """Of fp4 both of 0: the code is loaded as it is, and saved so."""
     by_the_library(torch.randn(16, 64), tmp_path, quant_type="fp4")
-    problem = r"layer a is bitsandbytes' 'fp4'; of its 4 bits qgemm reads 'nf4'"
+    codes = torch.arange(16, dtype=torch.uint8).repeat(64)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"a.weight": (codes[::2] << 4 | codes[1::2])[:, None]}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    wanted = tensors["a.weight.quant_map"][codes.int()].view(16, 64) * tensors["a.weight.absmax"][:, None]
+    model: Any = qgemm.load_quantized(tmp_path, model=linears(a=(16, 64)))
+    assert torch.equal(unpack_codes(model["a"].weight, 64), codes.view(16, 64))
+    assert torch.equal(model["a"].dequantize(torch.float32).weight, wanted)
+    qgemm.save_quantized(model, tmp_path / "saved")
+    again: Any = qgemm.load_quantized(tmp_path / "saved", model=linears(a=(16, 64)))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_layers_of_both_kinds(tmp_path: Path) -> None:
+    weights, tensors = {}, {}
+    for name, kind in (("a", "nf4"), ("b", "fp4")):
+        weights[name] = by_the_library(torch.randn(16, 64), tmp_path, quant_type=kind)
+        found = load_file(tmp_path / "model.safetensors")
+        tensors |= {name + key[1:]: value for key, value in found.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model: Any = qgemm.load_quantized(tmp_path, model=linears(a=(16, 64), b=(16, 64)))
+    assert [model[name].scheme.name for name in "ab"] == ["nf4", "bnb-fp4"]
+    assert all(torch.equal(model[name].dequantize(torch.float32).weight, weight) for name, weight in weights.items())
+
+
+def test_other_kinds_are_refused(tmp_path: Path) -> None:
+    by_the_library(torch.randn(16, 64), tmp_path, quant_type="nf4")
+    state = "a.weight.quant_state.bitsandbytes__"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"{state}af4": tensors.pop(f"{state}nf4")}))
+    problem = r"layer a is bitsandbytes' 'af4'; of its 4 bits qgemm reads 'nf4' and 'fp4'"
     way_out = "so dequantize it with its own library and quantize the float model"
     with pytest.raises(CheckpointError, match=f"{problem}, {way_out}"):
+        qgemm.load_quantized(tmp_path, model=linears(a=(16, 64)))
+
+
+def test_a_layer_of_two_kinds_is_refused(tmp_path: Path) -> None:
+    by_the_library(torch.randn(16, 64), tmp_path, quant_type="nf4")
+    state = "a.weight.quant_state.bitsandbytes__"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"{state}fp4": tensors[f"{state}nf4"].clone()}))
+    with pytest.raises(CheckpointError, match=f"a has both {state}(fp4|nf4) and {state}(fp4|nf4); it must have one"):
+        qgemm.load_quantized(tmp_path, model=linears(a=(16, 64)))
+
+
+def test_a_kind_with_the_codes_of_the_other_is_refused(tmp_path: Path) -> None:
+    by_the_library(torch.randn(16, 64), tmp_path, quant_type="nf4")
+    state = "a.weight.quant_state.bitsandbytes__"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"{state}fp4": tensors.pop(f"{state}nf4")}))
+    with pytest.raises(CheckpointError, match=r"a.weight: its quant_map isn't that of fp4"):
         qgemm.load_quantized(tmp_path, model=linears(a=(16, 64)))
 
 

@@ -34,6 +34,7 @@ SAMPLES_ALONE = {
     "auto-round-gptq": ("gptq", ""),
     "awq-gemm-g128": ("awq", ""),
     "awq-gemm-g32-skip": ("awq", ""),
+    "bnb-fp4": ("bitsandbytes", ""),
     "bnb-nf4": ("bitsandbytes", ""),
     "bnb-nf4-double": ("bitsandbytes", ""),
     "ct-fp8-block": ("fp8", ACTIVATIONS),

@@ -31,6 +31,7 @@ NAMES = [
     "gptq-4bit-g64-asym-desc-act",
     "awq-gemm-g32-skip",
     "bnb-nf4-double",
+    "bnb-fp4",
     "torchao-fp8wo",
 ]
 

@@ -21,12 +21,14 @@ from qgemm.nn import QuantExperts, QuantLayer
 REFUSED = {
     "qgemm": {},
     "compressed-tensors": {
+        "bnb-fp4": "bnb-fp4",
         "bnb-nf4": "nf4",
         "bnb-nf4-double": "nf4",
         "gptq-4bit-g32-desc-act": "int4-32-ordered",
         "gptq-4bit-g64-asym-desc-act": "int4-64-asymmetric-ordered",
     },
     "gptq": {
+        "bnb-fp4": "bnb-fp4",
         "bnb-nf4": "nf4",
         "bnb-nf4-double": "nf4",
         "ct-fp8-block": "fp8-block",

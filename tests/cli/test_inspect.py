@@ -63,6 +63,17 @@ FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Tensor], str, list[int]]] = {
         "nf4",
         [2048],
     ),
+    "bitsandbytes, fp4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {
+            "weight": zeros(U8, 1024, 1),
+            "weight.absmax": torch.ones(32),
+            "weight.quant_map": torch.ones(16),
+            "weight.quant_state.bitsandbytes__fp4": zeros(U8, 80),
+        },
+        "bnb-fp4",
+        [2048],
+    ),
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": 16},
         {
@@ -117,6 +128,7 @@ SAMPLES_OF_LIBRARIES = {
     "auto-round-gptq": "auto-round (4 bits, groups of 32)",
     "awq-gemm-g128": "awq (4 bits, groups of 128)",
     "awq-gemm-g32-skip": "awq (4 bits, groups of 32)",
+    "bnb-fp4": "bitsandbytes (fp4)",
     "bnb-nf4": "bitsandbytes (nf4)",
     "bnb-nf4-double": "bitsandbytes (nf4)",
     "ct-fp8-block": "compressed-tensors (float-quantized)",

@@ -43,18 +43,19 @@ EVERY_LAYER = [
     "mxfp8",
     "nvfp4",
     "nf4",
+    "bnb-fp4",
 ]
 """And of each format of weights, and each kind of state: zero points and an order, exponents, a global scale."""
 
 OF_WEIGHTS = ["int4-32", "int4-channel", "int4-32-asymmetric", "int4-channel-asymmetric", "int8-weight", "fp8-weight"]
-OF_WEIGHTS += ["int8-weight-64-asymmetric", "mxfp4", "mxfp8", "nvfp4", "nf4"]
+OF_WEIGHTS += ["int8-weight-64-asymmetric", "mxfp4", "mxfp8", "nvfp4", "nf4", "bnb-fp4"]
 # Whose scales are in steps, or of blocks; activations are quantized too, which rounding a weight knows nothing of.
 OF_WEIGHTS += ["int4-32-int8", "int4-64-asymmetric-int8", "fp8-block"]
 """Schemes of every format and kind of scale that a weight has."""
 
 # What each has is in another scheme, too.
 _FEW_IN_MODELS = {"int4-64-asymmetric-ordered-int8", "int8-weight-64-asymmetric", "fp8-weight"}
-_FEW_IN_MODELS |= {"int8-static-hadamard", "int8-static-outliers-32", "fp8-static"}
+_FEW_IN_MODELS |= {"int8-static-hadamard", "int8-static-outliers-32", "fp8-static", "bnb-fp4"}
 
 
 def in_models(schemes: list[str]) -> list[Any]:
@@ -64,7 +65,7 @@ def in_models(schemes: list[str]) -> list[Any]:
     ]
 
 
-ERRORS = {"int8": 0.03, "int4": 0.15, "fp8": 0.05, "fp4": 0.2, "nf4": 0.2}
+ERRORS = {"int8": 0.03, "int4": 0.15, "fp8": 0.05, "fp4": 0.2, "nf4": 0.2, "bnb-fp4": 0.2}
 """The most that rounding to a format changes a product of random values, as a share of it."""
 
 

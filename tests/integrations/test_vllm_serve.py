@@ -37,7 +37,7 @@ SCHEMES = (
     "int8", "int8-static", "int8-static-asymmetric", "int8-hadamard", "int8-outliers-16", "int8-weight",
     "fp8", "fp8-static", "fp8-block", "fp8-weight",
     "int4", "int4-channel", "int4-32-asymmetric", "int4-32-asymmetric-ordered", "int4-int8",
-    "mxfp4", "mxfp8", "nvfp4", "nf4",
+    "mxfp4", "mxfp8", "nvfp4", "nf4", "bnb-fp4",
 )  # fmt: skip
 
 

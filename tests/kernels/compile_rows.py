@@ -6,6 +6,7 @@ import torch
 from assumed_devices import META, Case
 
 from qgemm.kernels.activation import launcher as activate
+from qgemm.kernels.activations import GPT_OSS, GatedActivation
 from qgemm.kernels.norm import launcher as norms
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.sampling import launcher as sampling
@@ -41,9 +42,15 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows activation longest float16", lambda: activation(16_384, fp16, "gelu", True))
     yield Case("activation bfloat16", lambda: activate.activate(rows(28_672, bf16), "silu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
+    yield Case("activation gradients bfloat16", lambda: activation_backward(2880, bf16, GPT_OSS))
     # The choice of a step's tokens, for one sequence and for many.
     yield Case("rows choose", lambda: choose(1, bf16, ends=True))
     yield Case("rows choose of many", lambda: choose(64, fp32, ends=False))
+
+
+def activation_backward(K: int, dtype: torch.dtype, kind: GatedActivation) -> None:
+    factors, end = vector(512, torch.float32), vector(1, torch.int32)
+    activate.activation_backward(rows(kind.columns(K), dtype), rows(K, dtype), factors, end, kind, 512)
 
 
 def choose(B: int, dtype: torch.dtype, ends: bool) -> None:

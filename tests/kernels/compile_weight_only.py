@@ -21,6 +21,7 @@ def weight_only_cases() -> Iterator[Case]:
         ("few int8", 16, 4096, "int8", 4096, BF16, BF16, False),
         ("shared few int4", 16, 16640, "int4", 128, BF16, BF16, False),
         ("few nf4", 1, 4096, "nf4", 64, torch.float32, HALF, False),
+        ("few bnb-fp4", 1, 4096, "bnb-fp4", 64, torch.float32, BF16, False),
         # Rows are of 16 bytes, but not of 16 values.
         ("one odd", 1, 152, "int4", 32, BF16, BF16, False),
         ("few small groups", 16, 4096, "int4", 32, BF16, BF16, True),

@@ -1,11 +1,13 @@
 """``activation_quantize``: the kernel against ``reference.py``."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 from qgemm.kernels.activation import launcher as activation_launch
-from qgemm.kernels.activations import ACTIVATIONS, activated
+from qgemm.kernels.activations import ACTIVATIONS, GPT_OSS, GatedActivation, activated
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.reference import activation_quantize_reference, quantize_rows_reference
 from qgemm.numerics.formats import FP8
@@ -144,3 +146,61 @@ def test_gelu_of_every_value_of_16_bits(dtype: torch.dtype, device: torch.device
     allowed = exact.abs() * (info.eps / 2 + 2**-17) + max(info.smallest_normal * info.eps / 2, 2.0**-126)
     assert ((out.double() - exact).abs() <= allowed)[finite].all()
     assert (out.float() == exact.float().to(dtype).float())[finite].float().mean() > 0.98
+
+
+OF_EXPERTS = [
+    *(GatedActivation(name, gated) for name in ACTIVATIONS for gated in (True, False)),
+    GatedActivation("silu", limit=0.7),
+    GatedActivation("gelu_tanh", gated=False, limit=0.5),
+    dataclasses.replace(GPT_OSS, limit=0.7),
+]
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", OF_EXPERTS, ids=str)
+def test_gradients_of_experts_activations(
+    activation: GatedActivation, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Against autograd in float64; rows beyond the last one of a part aren't written."""
+    M, K = 5, 1030
+    h = torch.randn(M, activation.columns(K), device=device).to(dtype)
+    grad, factors = torch.randn(M, K, device=device).to(dtype), torch.rand(M, device=device)
+    end = torch.tensor([M], dtype=torch.int32, device=device)
+    found = activation_launch.activation_backward(h, grad, factors, end, activation, 8)
+    exact_h, exact_factors = h.double().requires_grad_(), factors.double().requires_grad_()
+    out = exact_factors[:, None] * grad.double() * in_float64(activation, exact_h)
+    wanted = torch.autograd.grad(out.sum(), (exact_h, exact_factors))
+    assert [each.dtype for each in found] == [dtype, torch.float32]
+    # A GPU's exponentials have a relative error of up to 2^-20 here.
+    eps = max(torch.finfo(dtype).eps, 2**-20)
+    torch.testing.assert_close(found[0].double(), wanted[0], rtol=eps, atol=1e-5)
+    torch.testing.assert_close(found[1].double(), wanted[1], rtol=1e-5, atol=1e-4)
+
+
+def in_float64(activation: GatedActivation, h: Tensor) -> Tensor:
+    """As ``GatedActivation``, which computes in float32."""
+    gate, up = h.chunk(2, dim=-1) if activation.gated else (h, None)
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        up = None if up is None else up.clamp(-activation.limit, activation.limit)
+    out = gate * torch.sigmoid(activation.alpha * gate) if activation.alpha != 1 else ACTIVATIONS[activation.name](gate)
+    return out if up is None else out * (up + activation.up_offset)
+
+
+def test_gradients_of_activations_of_few_of_many_rows(device: torch.device) -> None:
+    h, grad = torch.randn(3, 64, device=device), torch.randn(3, 32, device=device)
+    factors, end = torch.rand(3, device=device), torch.tensor([9, 3], dtype=torch.int32, device=device)
+    activation = GatedActivation()
+    alone = activation_launch.activation_backward(h, grad, factors, end[1:], activation, 3)
+    among = activation_launch.activation_backward(h, grad, factors, end[1:], activation, 70)
+    assert all(torch.equal(*pair) for pair in zip(alone, among, strict=True))
+    assert activation_launch.activation_backward(h[:0], grad[:0], factors[:0], end[:1], activation, 4)[0].shape == (
+        0,
+        64,
+    )
+    h[1, 3] = torch.nan
+    found, of_factors = activation_launch.activation_backward(h, grad, factors, end[1:], activation, 3)
+    assert found[1, 3].isnan()
+    assert of_factors[1].isnan()
+    assert found[[0, 2]].isfinite().all()
+    assert of_factors[[0, 2]].isfinite().all()

@@ -29,6 +29,7 @@ KINDS = {
     "mxfp4": ("fp4", 32, "e8m0"),
     "nvfp4": ("fp4", 16, "e4m3"),
     "nf4": ("nf4", 64, "float32"),
+    "bnb-fp4": ("bnb-fp4", 64, "float32"),
 }
 KIND = pytest.mark.parametrize("kind", KINDS)
 

@@ -135,6 +135,7 @@ def test_rows_of_zeros_of_sorted_experts_are_zeros(device: torch.device) -> None
 # Schemes
 
 EXPERT_SCHEMES = ["int4", "int4-32-asymmetric", "int4-channel", "mxfp4", "mxfp8", "nvfp4", "nf4", "int8-weight"]
+EXPERT_SCHEMES += ["bnb-fp4"]
 FP8_SCHEMES = ["fp8", "fp8-block"]
 families_and_schemes = pytest.mark.parametrize(
     ("family", "scheme"),

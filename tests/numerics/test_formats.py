@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from qgemm.numerics.formats import FORMATS, FP4, INT4, INT8, MIN_SCALE, NF4, Format
+from qgemm.numerics.formats import BNB_FP4, FORMATS, FP4, INT4, INT8, MIN_SCALE, NF4, Format
 
 FORMS = [*FORMATS.values(), INT8.asymmetric, INT4.asymmetric]
-FOUR_BITS = pytest.mark.parametrize("form", [INT4, INT4.asymmetric, FP4, NF4])
+FOUR_BITS = pytest.mark.parametrize("form", [INT4, INT4.asymmetric, FP4, NF4, BNB_FP4])
 
 
 def test_the_numbers() -> None:
@@ -75,7 +75,7 @@ def test_every_code_of_four_bits(form: Format, device: torch.device) -> None:
         assert form.to_codes(form.store(torch.tensor([-3.2, 6.9]))).tolist() == [-3 & 15, 7]
 
 
-@pytest.mark.parametrize("form", [FP4, NF4])
+@pytest.mark.parametrize("form", [FP4, NF4, BNB_FP4])
 def test_codes_of_the_nearest_values(form: Format) -> None:
     assert form.table is not None
     quotients = torch.linspace(form.low * 1.1, form.high * 1.1, 20011, dtype=torch.float64).float()
@@ -88,6 +88,17 @@ def test_codes_of_the_nearest_values(form: Format) -> None:
     assert str(form.range_of(torch.tensor([3, 16], dtype=torch.uint8))) == "(nan, nan)"
 
 
+@pytest.mark.parametrize(("form", "name"), [(NF4, "nf4"), (BNB_FP4, "fp4")])
+def test_the_codebooks_of_bitsandbytes(form: Format, name: str) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    assert torch.equal(form.decode(torch.arange(16, dtype=torch.uint8)), functional.get_4bit_type(name, device="cpu"))
+
+
+def test_what_has_a_codebook() -> None:
+    assert [name for name, form in FORMATS.items() if form.has_codebook] == ["nf4", "bnb-fp4"]
+    assert BNB_FP4.encode(torch.tensor([0.0, -0.0, 0.002, -0.002])).tolist() == [0, 0, 0, 0]  # never 8, which is 0 too
+
+
 def test_halves_of_e2m1_go_to_even_codes() -> None:
     halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     assert FP4.encode(halves).tolist() == [0, 2, 2, 4, 4, 6, 6]
@@ -95,7 +106,7 @@ def test_halves_of_e2m1_go_to_even_codes() -> None:
     assert FP4.nearest_(halves.double().clone()).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
 
 
-@pytest.mark.parametrize("form", [FP4, NF4])
+@pytest.mark.parametrize("form", [FP4, NF4, BNB_FP4])
 def test_codes_beside_the_middle_of_two_values(form: Format) -> None:
     """The two float32 next to it, and itself if it is one: then the even code."""
     assert form.table is not None

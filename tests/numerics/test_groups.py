@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.numerics.formats import FORMATS, FP4, FP8, INT4, INT8, NF4, Format
+from qgemm.numerics.formats import BNB_FP4, FORMATS, FP4, FP8, INT4, INT8, NF4, Format
 from qgemm.numerics.groups import (
     SCALE_DTYPES,
     dequantize,
@@ -186,7 +186,7 @@ def stored(
     return values, store_values(values, form), torch.rand(groups, device=device) + 0.01, zero
 
 
-@pytest.mark.parametrize("form", [INT4, INT8, FP8, FP4, NF4])
+@pytest.mark.parametrize("form", [INT4, INT8, FP8, FP4, NF4, BNB_FP4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dequantize(dtype: torch.dtype, form: Format, device: torch.device) -> None:
     values, packed, scale, zero = stored(9, 300, 32, device, form)

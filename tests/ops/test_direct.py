@@ -196,12 +196,17 @@ def test_a_call_on_the_cpu_is_remembered() -> None:
         qgemm.ops.quant_linear(x.double(), weight, scale, bias, none)
 
 
-def test_nothing_is_remembered_of_what_requires_gradients(device: torch.device) -> None:
+def test_what_requires_gradients_is_recalled_without_them_alone(device: torch.device) -> None:
     x, *rest = quant_linear_arguments(device)
     plans._guarded.clear()
-    with torch.no_grad():
-        plans.remember(ops.quant_linear, x.requires_grad_(), *rest)
+    plans.remember(ops.quant_linear, x.requires_grad_(), *rest)
+    assert plans.recall(x, *rest) is None
+    for without in (torch.no_grad(), torch.inference_mode()):
+        with without:
+            plans.remember(ops.quant_linear, x, *rest)
+            assert plans.recall(x, *rest) is ops.quant_linear
         assert plans.recall(x, *rest) is None
+        assert plans.recall(x.detach(), *rest) is None
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

@@ -3,20 +3,24 @@
 import torch
 from torch import Tensor
 
-from qgemm.kernels.activation.kernels import _activation_kernel, _activation_quantize_kernel
+from qgemm.kernels.activation.kernels import (
+    _activation_backward_kernel,
+    _activation_kernel,
+    _activation_quantize_kernel,
+)
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.kernels.stages.activations import device_activation
+from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS, device_activation
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv
 
-MAX_ROW_BYTES = 32_768  # of a row that a program keeps in registers, after the activation
-LONG_ROW_BLOCK = 4096  # values at a time of a longer one
-MAX_VALUES_OF_A_THREAD = 32  # of rows of up to 4,096
-BLOCK = 1024  # values of a program that doesn't quantize
+MAX_ROW_BYTES = 32_768  # of a row, after the activation, that a program keeps in registers
+LONG_ROW_BLOCK = 4096  # values of a longer row that are computed at a time
+MAX_VALUES_PER_THREAD = 32  # of a row of up to 4,096 values
+BLOCK = 1024  # values per program without quantization
 
 
 def activation_quantize(
@@ -83,11 +87,32 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     return out
 
 
+def activation_backward(
+    h: Tensor, grad: Tensor, factors: Tensor, end: Tensor, activation: GatedActivation, most: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``(factors * grad * activation(h)).sum()`` for ``h``, in its dtype, and ``factors``.
+
+    ``h``: contiguous, as ``GatedActivation`` takes it, ``[M, columns]``. ``grad``: contiguous ``[M, K]`` in the dtype
+    of ``h``. ``factors``: float32 ``[M]``. ``end``: int32 ``[1]``, which holds M. ``most``: at least M; calls of the
+    same ``most`` share a launch.
+    """
+    grad_h, grad_factors = torch.empty_like(h), torch.empty_like(factors)
+    if grad_h.numel():
+        kind = (activation_backward, most, grad.shape[1], h.dtype, h.device, activation)
+        launch: Launch | None = plans.get(kind)
+        if launch is None:
+            constants = (DEVICE_ACTIVATIONS[activation.name], activation, BLOCK)
+            launch = Launch(_activation_backward_kernel, most, (grad.shape[1],), constants, num_warps=4)
+            plans.keep(kind, launch)
+        launch(h, grad, factors, end, grad_h, grad_factors)
+    return grad_h, grad_factors
+
+
 def activated_row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:
-    """``quantize.row_blocks`` of a row of ``K`` values after the activation."""
+    """``quantize.row_blocks`` for a row of ``K`` values after the activation."""
     block, blocks, threads = quantize.row_blocks(K, itemsize, MAX_ROW_BYTES, LONG_ROW_BLOCK)
-    if blocks and (K > 4096 or K > MAX_VALUES_OF_A_THREAD * threads):
-        # With half as many threads, rows of 14,336 took 1.2 times as long on an H200, those of 1,536 and 3,072 on an H100.
+    if blocks and (K > 4096 or MAX_VALUES_PER_THREAD * threads < K):
+        # With half as many threads, rows of 14,336 took 1.2 times as long on an H200, and 1,536 and 3,072 on an H100.
         block, threads = 2 * block, 2 * threads
         blocks = cdiv(K, block)
     return block, blocks, threads

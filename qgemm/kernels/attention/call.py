@@ -1,4 +1,4 @@
-"""The arguments of the functions of ``dispatch``, each as one value."""
+"""The arguments of each function of ``dispatch`` as one value."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of a call, in the order of the operator's; see ``dispatch.decode_attention``."""
+    """The arguments of a call, in the order of the operator's arguments; see ``dispatch.decode_attention``."""
 
     q: Tensor
     k: Tensor
@@ -23,12 +23,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that are tensors, or may be."""
+        """The arguments that are, or may be, tensors."""
         return self[:8]
 
 
 class PagedCall(NamedTuple):
-    """The arguments of a call, in the order of the operator's; see ``dispatch.paged_attention``."""
+    """The arguments of a call, in the order of the operator's arguments; see ``dispatch.paged_attention``."""
 
     q: Tensor
     k: Tensor
@@ -47,12 +47,12 @@ class PagedCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that are tensors, or may be."""
+        """The arguments that are, or may be, tensors."""
         return self[:9]
 
 
 class StoreCall(NamedTuple):
-    """The arguments of a call, in the order of the operator's; see ``dispatch.store_in_pages``."""
+    """The arguments of a call, in the order of the operator's arguments; see ``dispatch.store_in_pages``."""
 
     key: Tensor
     value: Tensor

@@ -1,4 +1,4 @@
-"""What attention to a cache takes; the form of the checks is that of ``kernels/checks.py``."""
+"""Checks of the arguments of attention to a cache, in the form of ``kernels/checks.py``."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
 from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided, conversion, names_of
 from qgemm.numerics.formats import INT8
 
-MAX_QUERIES = 16  # positions of a sequence that decode_attention takes at a time
+MAX_QUERIES = 16  # positions of a sequence that decode_attention accepts at a time
 MAX_HEAD_SIZE = 512
 _TAKES_MORE = "torch.nn.functional.scaled_dot_product_attention takes more"
 
 
 def check_decode_attention(call: AttentionCall) -> None:
-    """Raises if ``decode_attention`` can't take it."""
+    """Raises if ``decode_attention`` doesn't accept it."""
     q, k, v, k_scale, v_scale, length, start, sinks, _, softcap, window, max_length = call
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"q is {q.dtype}; decode_attention accepts {names_of(FLOAT_DTYPES)}: {conversion(q)}")
@@ -47,7 +47,7 @@ def check_decode_attention(call: AttentionCall) -> None:
 
 
 def _check_cached(name: str, cached: Tensor, scale: Tensor | None, dtype: torch.dtype, of: str = "q") -> None:
-    """``dtype``: that of ``of``."""
+    """``dtype``: the dtype of ``of``."""
     if cached.dtype not in (dtype, INT8.storage):
         raise TypeError(f"{name} is {cached.dtype}; it must be {dtype}, as {of} is, or {INT8.storage} with scales")
     if (scale is not None) != (cached.dtype == INT8.storage):
@@ -75,7 +75,7 @@ def _check_scores(sinks: Tensor | None, Hq: int, softcap: float, window: int) ->
 
 
 def check_paged_attention(call: PagedCall) -> None:
-    """Raises if ``paged_attention`` can't take it."""
+    """Raises if ``paged_attention`` doesn't accept it."""
     q, k, v, k_scale, v_scale, query_starts, key_starts, pages, sinks, _, softcap, window, max_queries, max_keys = call
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"q is {q.dtype}; paged_attention accepts {names_of(FLOAT_DTYPES)}: {conversion(q)}")
@@ -109,7 +109,7 @@ def check_paged_attention(call: PagedCall) -> None:
 
 
 def check_store_in_pages(call: StoreCall) -> None:
-    """Raises if ``store_in_pages`` can't take it."""
+    """Raises if ``store_in_pages`` doesn't accept it."""
     key, value, k, v, k_scale, v_scale, key_starts, pages = call
     if key_starts is not None:
         _check_starts("key_starts", key_starts)
@@ -129,7 +129,7 @@ def check_store_in_pages(call: StoreCall) -> None:
 
 
 def _check_pages(k: Tensor, v: Tensor, pages: Tensor | None, B: int) -> None:
-    """``B``: sequences, each of which has a row of tables."""
+    """``B``: the number of sequences, each of which has a row of a table."""
     for name, tensor in (("k", k), ("v", v)):
         check_strided(name, tensor)
         if tensor.ndim not in (3, 4) or 0 in tensor.shape[1:]:

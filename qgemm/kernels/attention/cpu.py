@@ -1,7 +1,7 @@
 """``decode_attention`` and ``paged_attention`` on the CPU: PyTorch's attention over the keys in use.
 
-In float32: for one query PyTorch's takes 8 to 20 times as long in bfloat16 (torch 2.13, an AMD EPYC with AVX512-BF16).
-Other types are converted a sequence at a time.
+It computes in float32: for one query, PyTorch's attention takes 8 to 20 times as long in bfloat16 (torch 2.13, an AMD
+EPYC with AVX512-BF16). Other types are converted, one sequence at a time.
 """
 
 from collections.abc import Iterator
@@ -86,16 +86,16 @@ def store_in_pages(call: StoreCall) -> None:
 
 
 def _in_pages(places: Tensor, k: Tensor) -> Any:
-    """The indices of ``places`` in a ``k`` that has pages, or none."""
+    """The indices of ``places`` in ``k``, whether it has pages or not."""
     return places if k.ndim == 3 else (places // k.shape[1], places % k.shape[1])
 
 
 def _spans(
     B: int, S: int, length: Tensor, start: Tensor | None, window: int, together: bool
 ) -> Iterator[tuple[slice, int, int]]:
-    """Rows of the batch, and from where to where there are keys that some query of theirs sees.
+    """Slices of the batch, each with the first and the end of the keys that any of its queries sees.
 
-    ``together``: neighbours with the same keys in use come as one.
+    ``together``: whether neighbours with the same keys in use are yielded as one slice.
     """
     ends = length.reshape(-1).expand(B).tolist()
     starts = [0] * B if start is None else start.expand(B).tolist()
@@ -111,7 +111,7 @@ def _spans(
 
 
 def _visible(S: int, first: int, end: int, window: int) -> Tensor:
-    """``[S, keys]``: which of the keys from ``first`` to ``end`` each of the last ``S`` positions sees."""
+    """``[S, keys]``: whether each of the last ``S`` positions sees each of the keys from ``first`` to ``end``."""
     position = torch.arange(end - S, end, device="cpu")[:, None]
     key = torch.arange(first, end, device="cpu")
     visible = key <= position
@@ -121,7 +121,7 @@ def _visible(S: int, first: int, end: int, window: int) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """Heads before positions; by its formula where PyTorch's attention has no arguments: soft caps and sinks."""
+    """Heads come before positions. Soft caps and sinks, which PyTorch's attention lacks, follow the formula."""
     (B, Hq, S, D), (Hkv, L) = q.shape, k.shape[1:3]
     if not softcap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=Hq != Hkv)
@@ -131,7 +131,7 @@ def _attend(
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     sink = scores.new_full((1,), -torch.inf) if sinks is None else sinks.float()[:, None, None]
-    # A finite maximum, also where a query sees nothing.
+    # At least a finite number, also if a query sees nothing.
     top = torch.maximum(scores.amax(dim=-1, keepdim=True), sink).clamp(min=torch.finfo(torch.float32).min)
     weights = torch.exp(scores - top)
     total = weights.sum(dim=-1, keepdim=True) + torch.exp(sink - top)

@@ -1,6 +1,6 @@
 """The public functions of attention to a cache: check the arguments, then run where the tensors are.
 
-As ``kernels/dispatch.py``. Numbers: ``kernels/reference.py``. On the CPU: ``cpu.py``. On a GPU: ``launcher.py``.
+As ``kernels/dispatch.py``. The numbers: ``kernels/reference.py``. On the CPU: ``cpu.py``. On a GPU: ``launcher.py``.
 """
 
 import functools
@@ -32,21 +32,22 @@ def decode_attention(
     """Attention of the newest tokens to all keys of a cache: ``softmax(scale * q @ k.T) @ v``, ``[B, S, Hq, D]``.
 
     Returns a contiguous tensor of q's dtype. Query ``i`` is at position ``length - S + i`` and sees the keys up to its
-    own; only those are read. A query that sees none gives zeros. The same bits every time.
+    own position; no others are read. A query that sees no key gives zeros. The result has the same bits every time.
 
     - ``q``: float16, bfloat16 or float32 ``[B, S, Hq, D]``, S from 1 to 16, D up to 512, any strides.
     - ``k``, ``v``: ``[B, Hkv, L, D]``, of q's dtype, or int8 with ``k_scale`` and ``v_scale``, float32 ``[B, Hkv, L]``.
-      Hq is a multiple of Hkv: so many heads of q in a row share a head of k. Any strides, but the last is 1.
-    - ``length``: int32 ``[1]`` or ``[B]``, on the device: how many keys there are, with those of ``q`` itself.
-    - ``start``: int32 ``[B]`` or ``[1]``: keys before that are padding.
-    - ``sinks``: ``[Hq]``: a score for each head that takes part in the softmax, but has no value.
+      Hq is a multiple of Hkv: each ``Hq / Hkv`` consecutive heads of q share a head of k. Any strides, but the last is
+      1.
+    - ``length``: int32 ``[1]`` or ``[B]``, on the device: the number of keys, including those of ``q`` itself.
+    - ``start``: int32 ``[B]`` or ``[1]``: keys before it are padding.
+    - ``sinks``: ``[Hq]``: a score for each head that is part of the softmax, but has no value.
     - ``scale``: ``D ** -0.5`` if None. ``softcap``: scores become ``softcap * tanh(scores / softcap)``; 0 for none.
-    - ``window``: how many keys a query sees at most, the last ones; 0 for all.
-    - ``max_length``: ``length`` is at most that; L if None. A GPU shares out the work by it: the same ``max_length``
-      gives the same launches, so a CUDA graph is good for all lengths up to it.
+    - ``window``: the maximum number of keys that a query sees, the last ones; 0 for all.
+    - ``max_length``: an upper bound of ``length``; L if None. A GPU divides the work by it. The same ``max_length``
+      gives the same launches, so a CUDA graph works for all lengths up to it.
 
-    A value of NaN or Inf makes NaN or Inf of its column for the queries that see it; with S > 1 also for those before
-    them, if the device computes all S together.
+    A value of NaN or Inf makes its column NaN or Inf for the queries that see it. With S > 1, it does so for earlier
+    queries, too, if the device computes all S together.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     max_length = k.shape[2] if max_length is None else max_length
@@ -55,8 +56,8 @@ def decode_attention(
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """``decode_attention``, of arguments that are a value."""
-    if not call.q.is_cuda:  # on a GPU, once for every kind of call
+    """``decode_attention`` with its arguments as one value."""
+    if not call.q.is_cuda:  # the GPU's launcher checks once for every kind of call
         check_decode_attention(call)
     out: Tensor = _backend(call.q).decode_attention(call)
     return out
@@ -79,27 +80,27 @@ def paged_attention(
     max_queries: int,
     max_keys: int,
 ) -> Tensor:
-    """Causal attention of sequences of unlike length, one after the other in one tensor: ``[T, Hq, D]``.
+    """Causal attention of sequences of different lengths, one after the other in one tensor: ``[T, Hq, D]``.
 
-    Each sequence has some queries, its last tokens (a whole prompt, a part of one, a new token), and keys for all its
-    tokens so far. They may lie anywhere in a cache that is shared. Returns a contiguous tensor of q's dtype; rows that
-    belong to no sequence may hold anything. The same bits every time.
+    Each sequence has some queries, its last tokens (a whole prompt, a part of one, or a new token), and keys for all
+    its tokens so far, which may lie anywhere in a shared cache. Returns a contiguous tensor of q's dtype. Rows that
+    belong to no sequence may hold anything. The result has the same bits every time.
 
     - ``q``: float16, bfloat16 or float32 ``[T, Hq, D]``, D up to 512, any strides.
     - ``k``, ``v``: ``[P, Hkv, D]``, or ``[pages, keys of a page, Hkv, D]``, of q's dtype, or int8 with ``k_scale`` and
-      ``v_scale``, float32 of the same shape without the D. Hq is a multiple of Hkv: so many heads of q in a row share a
-      head of k. Any strides, but the last one of k and v is 1.
-    - ``query_starts``, ``key_starts``: int32 ``[B + 1]``, on the device: queries of sequence ``b`` are those from
+      ``v_scale``, float32 of the same shape without the D. Hq is a multiple of Hkv: each ``Hq / Hkv`` consecutive heads
+      of q share a head of k. Any strides, but the last one of k and v is 1.
+    - ``query_starts``, ``key_starts``: int32 ``[B + 1]``, on the device. The queries of sequence ``b`` are those from
       ``query_starts[b]`` to ``query_starts[b + 1]``, its keys likewise. It has at least as many keys as queries, or no
       queries at all.
-    - ``pages``: int64 ``[N]``: key ``i`` is ``k[pages[i]]``, counted on from page to page if ``k`` has pages; ``k[i]``
-      if None. Or int32 ``[B, most]``, for keys in pages: sequence ``b`` has its keys in ``k[pages[b, 0]]``,
-      ``k[pages[b, 1]]``, and so on; only differences of ``key_starts`` count then.
-    - ``sinks``, ``scale``, ``softcap``, ``window``: as of ``decode_attention``.
-    - ``max_queries``, ``max_keys``: bounds of what a sequence has. A GPU shares out the work by them and by B: the same
-      ones give the same launches, so a CUDA graph is good for all lengths up to them.
+    - ``pages``: None: key ``i`` is ``k[i]``. int64 ``[N]``: key ``i`` is ``k[pages[i]]``, counted through all pages if
+      ``k`` has pages. int32 ``[B, most]``, for keys in pages: sequence ``b`` has its keys in ``k[pages[b, 0]]``,
+      ``k[pages[b, 1]]``, and so on; then only the differences of ``key_starts`` matter.
+    - ``sinks``, ``scale``, ``softcap``, ``window``: as in ``decode_attention``.
+    - ``max_queries``, ``max_keys``: upper bounds for every sequence. A GPU divides the work by them and by B. The same
+      bounds give the same launches, so a CUDA graph works for all lengths up to them.
 
-    A value of NaN or Inf makes NaN or Inf of its column for the queries that see it, and may for those before them.
+    A value of NaN or Inf makes its column NaN or Inf for the queries that see it, and possibly for earlier ones.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = PagedCall(
@@ -109,8 +110,8 @@ def paged_attention(
 
 
 def attend_paged(call: PagedCall) -> Tensor:
-    """``paged_attention``, of arguments that are a value."""
-    if not call.q.is_cuda:  # on a GPU, once for every kind of call
+    """``paged_attention`` with its arguments as one value."""
+    if not call.q.is_cuda:  # the GPU's launcher checks once for every kind of call
         check_paged_attention(call)
     out: Tensor = _backend(call.q).paged_attention(call)
     return out
@@ -127,28 +128,28 @@ def store_in_pages(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Stores the newest key and value of each sequence in its pages; or any keys and values in their places.
+    """Stores the newest key and value of each sequence in its pages, or any keys and values in their places.
 
     - ``key``, ``value``: float16, bfloat16 or float32 ``[B, Hkv, D]``, any strides but the last is 1; further rows are
       ignored.
-    - ``k``, ``v``, ``k_scale``, ``v_scale``, ``key_starts``, ``pages``: as of ``paged_attention``, with keys in pages.
-      The lengths count the new keys. A sequence without keys has none.
-    - ``key_starts`` None: ``pages`` are int64 ``[B]``, the place of each key.
+    - ``k``, ``v``, ``k_scale``, ``v_scale``, ``key_starts``, ``pages``: as in ``paged_attention``, with keys in pages.
+      The lengths include the new keys. A sequence of length 0 has no new key.
+    - ``key_starts`` None: ``pages`` is int64 ``[B]``, the place of each key.
 
-    Into int8 each head of a token is quantized with a scale of its own, as ``quantize_rows`` has it.
+    For int8, each head of a token is quantized with its own scale, as by ``quantize_rows``.
     """
     store(StoreCall(key, value, k, v, k_scale, v_scale, key_starts, pages))
 
 
 def store(call: StoreCall) -> None:
-    """``store_in_pages``, of arguments that are a value."""
-    if not call.k.is_cuda:  # on a GPU, once for every kind of call
+    """``store_in_pages`` with its arguments as one value."""
+    if not call.k.is_cuda:  # the GPU's launcher checks once for every kind of call
         check_store_in_pages(call)
     _backend(call.k).store_in_pages(call)
 
 
 def _backend(tensor: Tensor) -> Any:
-    """The module that computes where ``tensor`` is; that of GPUs is not imported before it's needed."""
+    """The module that computes where ``tensor`` is. The GPU's is imported only when it's needed."""
     return _gpu() if checks.on_gpu(tensor) else cpu
 
 

@@ -1,16 +1,16 @@
-"""Attention to a cache in two phases: programs take parts of the keys, then their results are combined.
+"""Attention to a cache in two phases: programs process parts of the keys, then their results are combined.
 
-``_attend_kernel``: a program has a head of keys, all rows that look at it (positions of new tokens times heads of a
-group, row ``s * GROUP + g``), and one part of its keys, block by block with an online softmax. So every key and value
-is read once. A part's result is normalized and has the ``lse`` of its scores, to the base 2.
+``_attend_kernel``: a program has a head of keys, all rows that attend to it (positions of new tokens times heads of a
+group, row ``s * GROUP + g``), and one part of its keys, which it reads block by block with an online softmax. So every
+key and value is read once. The result of a part is normalized and comes with the ``lse`` of its scores, to the base 2.
 
-``_combine_kernel``: a row of the output a program, from its parts.
+``_combine_kernel``: each program combines the parts of a row of the output.
 
-``Keys`` says which keys are in use and how they are shared out. Both kernels ask it, so nothing has to be counted or
-cleared: parts beyond those with keys are neither written nor read.
+``Keys`` says which keys are in use and how they are split into parts. Both kernels use it, so nothing has to be counted
+or cleared: parts without keys are neither written nor read.
 
-``PDL``: see ``Launch``. ``NEXT_EARLY``: let the next kernel start at once, before the one ahead has ended: the output
-projection then loads its weights beside the attention.
+``PDL``: see ``Launch``. ``NEXT_EARLY``: lets the next kernel start at once, before the preceding one has ended. The
+output projection then loads its weights beside the attention.
 """
 
 import triton
@@ -27,7 +27,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @aggregate
 class Keys:
-    """The keys of a sequence that some new token sees: ``[first, end)``, in parts of ``size``."""
+    """The keys of a sequence that any new token sees: ``[first, end)``, in parts of ``size``."""
 
     first: tl.tensor
     end: tl.tensor
@@ -35,13 +35,13 @@ class Keys:
 
     @triton.jit
     def parts(self):
-        """How many parts have keys."""
+        """The number of parts that have keys."""
         return tl.cdiv(tl.maximum(self.end - self.first, 0), self.size)
 
 
 @triton.jit
 def _keys_of(batch, length, start, stride_length, stride_start, max_length, parts, S, WINDOW, BLOCK_N):
-    """``Keys`` of sequence ``batch``, in ``parts`` at most, of whole blocks."""
+    """The ``Keys`` of sequence ``batch``, in at most ``parts`` parts of whole blocks."""
     end = tl.minimum(tl.load(length + batch * stride_length), max_length)
     first = tl.zeros((), tl.int32)
     if start is not None:
@@ -54,7 +54,7 @@ def _keys_of(batch, length, start, stride_length, stride_start, max_length, part
 
 @triton.jit
 def capped(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Scores to the base 2 of products of q and k."""
+    """Scores to the base 2 from the products of q and k."""
     if SOFTCAP > 0:
         # tanh(x) = 1 - 2 / (exp(2 * x) + 1)
         power = tl.exp2(scores * (2.0 * LOG2E * SCALE / SOFTCAP))
@@ -65,7 +65,7 @@ def capped(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def beside_sink(out, lse, sinks, heads, mask):
-    """``out`` after a score without a value has joined the softmax."""
+    """``out`` with a score that has no value added to the softmax."""
     sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32) * LOG2E
     return out * (1.0 / (1.0 + tl.exp2(sink - lse)))[:, None]
 
@@ -82,9 +82,9 @@ def _attend_kernel(
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a head's keys a program, to ``part_out [B * Hkv, parts, S * GROUP, D]``; to ``out`` unless ``SPLIT``.
+    """Attends to a part of a head's keys: ``part_out [B * Hkv, parts, S * GROUP, D]``, or ``out`` unless ``SPLIT``.
 
-    ``BLOCK_R``, ``BLOCK_N``, ``BLOCK_D``: powers of 2, rows, keys, and at least ``D``.
+    ``BLOCK_R``, ``BLOCK_N``, ``BLOCK_D``: powers of 2; the rows and keys of a block, and at least ``D``.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()
@@ -161,7 +161,7 @@ def _combine_kernel(
     S: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row of ``out [B, S, Hkv * GROUP, D]`` a program, ``PARTS`` parts at a time."""
+    """Each program combines a row of ``out [B, S, Hkv * GROUP, D]``, ``PARTS`` parts at a time."""
     if NEXT_EARLY:
         gdc_launch_dependents()
     if PDL:

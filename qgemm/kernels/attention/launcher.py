@@ -1,8 +1,8 @@
 """Launchers of ``decode_attention`` and ``paged_attention`` on GPU tensors, CPU tensors in Triton's interpreter.
 
-One launch, or two. How many parts the keys of a head are shared out in follows from shapes and the bounds that the
-caller gives, how large the parts are from the lengths on the device. So a CUDA graph is good for every length, and a
-result has the same bits every time.
+One launch, or two. Shapes and the caller's bounds determine into how many parts the keys of a head are split; the
+lengths on the device determine how large the parts are. So a CUDA graph works for every length, and a result has the
+same bits every time.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from qgemm.kernels.launch.launch import MAX_ROWS_TO_OVERLAP, Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-# Of a program. Tensor cores multiply 16 rows, and sum over 16 keys; Hopper's larger instructions multiply 64.
+# Per program. Tensor cores multiply 16 rows, and sum over 16 keys; Hopper's larger instructions multiply 64 rows.
 MIN_ROWS, MAX_ROWS, MAX_ROWS_HOPPER = 16, 32, 64
 MIN_KEYS, MAX_KEYS, MAX_KEYS_AMD = 16, 128, 32
 BLOCK_BYTES = 8192  # of keys
 FEW_KEYS = 64
-PROGRAMS_PER_SM = 4  # that there should be
+PROGRAMS_PER_SM = 4  # the number to aim for
 MAX_COMBINED = 8192  # values at a time
-# Of prompts: BLOCK_R, BLOCK_N, num_warps and num_stages, by the BLOCK_D up to which registers suffice.
+# For prompts: BLOCK_R, BLOCK_N, num_warps and num_stages, by the maximum BLOCK_D for which registers suffice.
 PROMPT_BLOCKS = {128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
 PROMPT_BLOCKS_HOPPER = {128: (64, 64, 4, 3), 256: (64, 32, 8, 3)}
 
@@ -48,11 +48,11 @@ class PagedPlan(NamedTuple):
 
     few: Plan
     many: Launch | None
-    """None if no sequence has more than a few."""
+    """None if no sequence has more than a few queries."""
 
 
 def decode_attention(call: AttentionCall) -> Tensor:
-    """``dispatch.decode_attention`` on a GPU, which checks its arguments itself."""
+    """``dispatch.decode_attention`` on a GPU. It checks its arguments itself."""
     q, tensors = call.q, call.tensors
     shapes = [t is None or (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
     kind = (decode_attention, *shapes, *call[len(tensors) :])
@@ -75,13 +75,13 @@ def decode_attention(call: AttentionCall) -> Tensor:
 
 
 def paged_attention(call: PagedCall) -> Tensor:
-    """``dispatch.paged_attention`` on a GPU, which checks its arguments itself.
+    """``dispatch.paged_attention`` on a GPU. It checks its arguments itself.
 
-    Numbers of tokens, and bounds that aren't powers of 2, are different at almost every call: plans know the next one.
+    The number of tokens and the bounds differ at almost every call, so plans use them rounded up to powers of 2.
     """
     q, k, v, _, _, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys = call
     tokens, max_queries, max_keys = (next_power_of_2(each) for each in (max(1, len(q)), max_queries, max_keys))
-    max_queries = min(max_queries, 2 * MIN_ROWS)  # no more are few
+    max_queries = min(max_queries, 2 * MIN_ROWS)  # more make no difference: few is less
     kind = (
         paged_attention, q.shape[1:], q.stride(), k.shape[1:], k.stride(), v.shape[1:], v.stride(),
         *[each is None or (each.shape[1:], each.stride()) for each in (call.k_scale, call.v_scale)],
@@ -112,7 +112,7 @@ def paged_attention(call: PagedCall) -> Tensor:
 
 
 def store_in_pages(call: StoreCall) -> None:
-    """``dispatch.store_in_pages`` on a GPU, which checks its arguments itself."""
+    """``dispatch.store_in_pages`` on a GPU. It checks its arguments itself."""
     key, value, k, v, k_scale, v_scale, key_starts, pages = call
     kind = (
         store_in_pages,
@@ -134,7 +134,7 @@ def store_in_pages(call: StoreCall) -> None:
 
 
 def _strides(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Iterator[int]:
-    """Of each from page to page, or 0, from token to token, and from head to head."""
+    """For each tensor, the strides of pages (or 0), tokens and heads."""
     for cached, after in ((k, 1), (v, 1), (k_scale, 0), (v_scale, 0)):
         strides = () if cached is None else cached.stride()[: cached.ndim - after]
         yield from (0,) * (3 - len(strides)) + strides
@@ -151,7 +151,7 @@ def _make_plan(call: AttentionCall) -> Plan:
     q, k, v, k_scale, v_scale, length, start, _, scale, softcap, window, max_length = call
     (B, S, Hq, D), Hkv, limits = q.shape, k.shape[1], device_limits(q.device)
     group = Hq // Hkv
-    block_d = max(32, next_power_of_2(D))  # so many int8 values are multiplied at a time
+    block_d = max(32, next_power_of_2(D))  # int8 products sum over at least 32 values
     longest = min(max_length, window + S - 1) if window else max_length
     keys_per_sm = B * Hkv * longest // limits.num_sms
     block_r, block_n, warps, stages = _block(S * group, block_d, k.dtype, keys_per_sm, limits)
@@ -179,7 +179,7 @@ def _make_plan(call: AttentionCall) -> Plan:
 
 
 def _make_paged_plan(call: PagedCall, tokens: int) -> PagedPlan:
-    """``tokens``: at most."""
+    """``tokens``: the maximum number."""
     q, k, v, k_scale, v_scale, query_starts, _, pages, _, scale, softcap, window, max_queries, max_keys = call
     (_, Hq, D), Hkv, limits = q.shape, k.shape[-2], device_limits(q.device)
     B, group, block_d = len(query_starts) - 1, Hq // Hkv, max(32, next_power_of_2(D))
@@ -216,7 +216,7 @@ def _make_paged_plan(call: PagedCall, tokens: int) -> PagedPlan:
 
 
 def _prompt_block(rows: int, block_d: int, dtype: torch.dtype, limits: DeviceLimits) -> tuple[int, int, int, int]:
-    """As ``_block``, for the queries of a prompt, ``rows`` with those of all heads of a group."""
+    """As ``_block``, for a prompt's queries, of which all heads of a group together have ``rows`` rows."""
     blocks = PROMPT_BLOCKS_HOPPER if limits.hopper else PROMPT_BLOCKS
     fit = [block for most, block in blocks.items() if block_d <= most]
     if not fit or dtype == torch.float32 or limits.warp_size == 64:
@@ -229,8 +229,8 @@ def _block(
 ) -> tuple[int, int, int, int]:
     """``(BLOCK_R, BLOCK_N, num_warps, num_stages)`` for a head's ``rows`` and keys of ``dtype``.
 
-    Up to ``FEW_KEYS`` a program, it has one block of them, larger, with more warps. The bounds are those up to which
-    registers suffice.
+    With up to ``FEW_KEYS`` keys per program, the program has a single, larger block of them and more warps. The limits
+    are the largest sizes for which registers suffice.
     """
     few = keys_per_sm <= PROGRAMS_PER_SM * FEW_KEYS
     amd = limits.warp_size == 64
@@ -240,7 +240,7 @@ def _block(
         most_rows = MIN_ROWS
     if amd:
         most_rows, most_keys = MIN_ROWS, MAX_KEYS_AMD
-    elif dtype == torch.float32:  # products that no tensor core makes
+    elif dtype == torch.float32:  # no tensor core computes these products
         most_keys = MIN_KEYS
     block_r = min(max(MIN_ROWS, next_power_of_2(rows)), most_rows)
     block_n = BLOCK_BYTES // (block_d * dtype.itemsize)
@@ -254,5 +254,5 @@ def _block(
 
 
 def _parts(heads: int, longest: int, block_n: int, limits: DeviceLimits) -> int:
-    """In how many parts the keys of each of ``heads`` are shared out."""
+    """The number of parts into which the keys of each of ``heads`` are split."""
     return max(1, min(limits.num_sms * PROGRAMS_PER_SM // heads, cdiv(longest, block_n)))

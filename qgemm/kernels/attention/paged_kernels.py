@@ -1,18 +1,20 @@
-"""Attention of sequences of unlike length, one after the other in one tensor, to keys that may lie anywhere.
+"""Attention of sequences of different lengths, one after the other in one tensor, to keys that may lie anywhere.
 
-How many queries and keys a sequence has is read on the device, so a CUDA graph is good for every batch of the same
-bounds, new tokens and prompts mixed. ``_attend_paged_kernel`` is launched once for sequences of up to ``FEW`` queries,
-and once for those of more, in larger blocks. A program ends at once if its sequence is of the other kind, or has no
-such queries. Of those of more there are as many programs as so many tokens and sequences can need at most: which
-sequence and which rows a program has, it finds among ``query_starts``.
+The numbers of queries and keys of a sequence are read on the device, so a CUDA graph works for every batch within the
+same bounds, also of new tokens mixed with prompts. ``_attend_paged_kernel`` is launched once for sequences of up to
+``FEW`` queries, and once, in larger blocks, for those with more. A program ends at once if its sequence is of the other
+kind, or has no such queries. For the longer sequences there are as many programs as this many tokens and sequences can
+need at most; each finds its sequence and its rows in ``query_starts``.
 
-It has a head of keys, in float or int8, ``BLOCK_R`` rows that look at it (queries of a sequence times heads of a group,
-row ``s * GROUP + g``), and one part of the keys that they see: up to those of its last query, and with a window from
-those of its first one on, so prompts don't multiply what they mask. Only keys of few queries are in more than one part.
+A program has a head of keys, in float or int8, ``BLOCK_R`` rows that attend to it (queries of a sequence times heads of
+a group, row ``s * GROUP + g``), and one part of the keys that these rows see: up to those of its last query and, with a
+window, from those of its first query on. So prompts don't compute products that are masked. Only the keys of few
+queries are split into several parts.
 
-``_combine_paged_kernel``: a row of the output a program, from its parts, as in ``kernels.py``.
+``_combine_paged_kernel``: each program combines the parts of a row of the output, as in ``kernels.py``.
 
-``_store_kernel``: a key and a value of all heads a program, to their place: the newest of a sequence to its last page.
+``_store_kernel``: each program stores a key and a value of all heads in their place. The newest of a sequence go to its
+last page.
 """
 
 import triton
@@ -29,7 +31,7 @@ from qgemm.kernels.stages.softmax import add_scores, add_up_parts, normalize
 
 @aggregate
 class Sequence:
-    """Where the queries and the keys of a sequence begin, and how many there are; the last query sees the last key."""
+    """Where a sequence's queries and keys begin, and how many there are. The last query sees the last key."""
 
     first_query: tl.tensor
     queries: tl.tensor
@@ -38,7 +40,7 @@ class Sequence:
 
     @triton.jit
     def seen(self, first, last, parts, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-        """``Keys`` that the queries from ``first`` to ``last`` see, in ``parts`` at most, of whole blocks."""
+        """The ``Keys`` that queries ``first`` to ``last`` see, in at most ``parts`` parts of whole blocks."""
         before = self.keys - self.queries
         end = tl.minimum(before + last + 1, self.keys)
         begin = tl.zeros((), tl.int32)
@@ -58,10 +60,10 @@ def _sequence(query_starts, key_starts, batch):
 
 @triton.jit
 def _find_block(query_starts, number, B, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
-    """``(sequence, first row)`` of a block of rows; beyond the last of them, the first row is one that isn't there.
+    """``(sequence, first row)`` of a block of rows; for a block beyond the last, a first row that doesn't exist.
 
-    The blocks of sequence ``i`` are numbered from ``query_starts[i] * GROUP // BLOCK_R + i`` on: that many suffice for
-    those before it, each of which may end in a block that isn't full.
+    The blocks of sequence ``i`` are numbered from ``query_starts[i] * GROUP // BLOCK_R + i`` on: the sequences before
+    it need at most that many, since each may end in a block that isn't full.
     """
     low = tl.zeros((), tl.int32)
     high = low + B - 1
@@ -84,11 +86,11 @@ def _attend_paged_kernel(
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a head's keys a program, to ``part_out [T, Hkv * GROUP, parts, D]``; to ``out`` unless ``SPLIT``.
+    """Attends to a part of a head's keys: ``part_out [T, Hkv * GROUP, parts, D]``, or ``out`` unless ``SPLIT``.
 
-    ``MANY``: of sequences that have more than ``FEW`` queries; else of the others. ``pages``, ``PAGE``: see ``Rows``;
-    each sequence has a row of a table.
-    ``BLOCK_R``, ``BLOCK_N``, ``BLOCK_D``: powers of 2, rows, keys, and at least ``D``.
+    ``MANY``: for sequences with more than ``FEW`` queries, else for the others. ``pages``, ``PAGE``: see ``Rows``; each
+    sequence has a row of a table. ``BLOCK_R``, ``BLOCK_N``, ``BLOCK_D``: powers of 2; the rows and keys of a block, and
+    at least ``D``.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()
@@ -117,7 +119,7 @@ def _attend_paged_kernel(
     inside = (s < own.queries)[:, None] & (d < D)[None, :]
     queries = tl.load(q + (token * stride_qt + heads * stride_qh)[:, None] + d[None, :], mask=inside, other=0.0)
     first_key = own.first_key.to(tl.int64)
-    skipped = tl.zeros((), tl.int64)  # keys of other sequences, before these
+    skipped = tl.zeros((), tl.int64)  # the keys of other sequences that come before this one's
     TABLES: tl.constexpr = pages is not None and pages.dtype.element_ty == tl.int32
     if pages is None:
         skipped = first_key
@@ -175,7 +177,7 @@ def _combine_paged_kernel(
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row of ``out [T, Hkv * GROUP, D]`` a program, of sequences of few queries; ``PARTS`` parts at a time."""
+    """Each program combines a row of ``out [T, Hkv * GROUP, D]`` of few queries, ``PARTS`` parts at a time."""
     if NEXT_EARLY:
         gdc_launch_dependents()
     if PDL:

@@ -1,4 +1,4 @@
-"""Launches of Hopper's kernels (``hopper_kernels.py``). To be imported where Triton has what those are written in."""
+"""Launches of Hopper's kernels (``hopper_kernels.py``). To be imported only where Triton has the Gluon they need."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
 from qgemm.kernels.stages.ring import PANEL, block_layout
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-REGISTERS = 65_536  # of a multiprocessor
-REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: no config but the largest needs more
-MAX_PROMOTED_COLUMNS_BESIDE = 80  # which fp8's groups have two sums of in so many
+REGISTERS = 65_536  # of an SM
+REGISTERS_BESIDE = {4: 128, 8: 144}  # per thread, by multiplying warps: only the largest config needs more
+MAX_PROMOTED_COLUMNS_BESIDE = 80  # of which fp8's warp groups can hold two sums in so many registers
 THREADS = 256  # of a program: four warps that multiply, and four for the one that loads
-MAX_VALUES_TO_OVERLAP = 5 << 20  # to quantize while a product starts
+MAX_VALUES_TO_OVERLAP = 5 << 20  # to be quantized while a product starts
 MAX_ROWS_TO_START_NEXT = 128
-COLUMNS_OF_LONG_PRODUCTS = 4  # of tiles, that their programs take at a time
-MAX_MORE_ROUNDS = 1.03  # that a long product takes, so that programs take whole blocks of those columns
-MAX_SHORT_LOOP_VALUES = 2048  # values of K that a program goes through, in all rounds: too few to be slowed down much
-PATIENCE = 128  # of programs that wait for the rows of others: how often they ask
-# A layer of few rows is one launch. In CUDA graphs not where the weight is so small that launches, one after the other,
-# take all of the time: two of them overlap.
+COLUMNS_OF_LONG_PRODUCTS = 4  # of tiles that programs take at a time
+MAX_MORE_ROUNDS = 1.03  # how many times the waves a long product may take, to compute whole blocks of columns
+MAX_SHORT_LOOP_VALUES = 2048  # values of K that a program goes through, in all waves: too few to be slowed down much
+PATIENCE = 128  # how often programs that wait for the rows of others ask for them
+# A layer of few rows is one launch. In CUDA graphs, it is two if the weight is so small that launches, one after the
+# other, take all of the time: two launches overlap.
 MAX_SKINNY_ROWS = 16
 MIN_WEIGHT_BYTES_IN_GRAPHS = 8 << 20
-# Of more rows it is outside of CUDA graphs, up to what the device works off in the time that the host takes for two
-# launches, 16 us on an H200's.
+# A layer of more rows is one launch only outside of CUDA graphs, and only up to the work that the device does in the
+# time that the host takes for two launches: 16 us on the host of an H200.
 MAX_WEIGHT_BYTES = 64 << 20
 MAX_INPUT_VALUES = 3 << 20
 MAX_MACS = 4 << 30  # multiply-adds
 MAX_ROWS_PER_PROGRAM = 16  # to quantize
-# Of the programs that a device has room for: its parts have room for few clusters of 3 or 4.
+# Of the programs that the device has room for: its parts have room for few clusters of 3 or 4.
 MAX_SHARE_IN_CLUSTERS = 0.9
 
 
 def gemm_launch(config: GemmConfig, problem: Problem, limits: DeviceLimits) -> Launch:
-    """A product of A, B, C, their scales, the bias and the residual."""
+    """The launch of a product, called with A, B, C, their scales, the bias and the residual."""
     M, N, K, strides, dtype, out_dtype, *_ = problem
     stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
     columns = columns_at_a_time(config, M, N, K * dtype.itemsize, limits)
@@ -65,23 +65,23 @@ def gemm_launch(config: GemmConfig, problem: Problem, limits: DeviceLimits) -> L
 
 
 def columns_at_a_time(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits) -> int:
-    """How many columns of tiles the programs of a product take at a time, row by row; else column by column.
+    """How many columns of tiles the programs of a product take at a time, row by row; 1: column by column.
 
-    Programs that follow one another start near one another, 16 or so on multiprocessors that share their way to the
-    cache, and it answers their requests for the same rows together. With 4 columns at a time those 16 have 4 x 4 tiles,
-    not 8 x 2, which leaves power to multiply (docs/performance.md), if all programs start in order. So these don't
-    start before the kernel ahead in the stream has ended.
+    Consecutive programs start near one another, about 16 of them on SMs that share their path to the L2 cache, and the
+    cache serves their requests for the same rows together. With 4 columns at a time those 16 have 4 x 4 tiles instead
+    of 8 x 2, which leaves power to multiply (docs/performance.md). That requires that all programs start in order, so
+    they don't start before the preceding kernel in the stream has ended.
     """
     largest = (config.block_m == 256 or config.groups > 1) and cluster(config, M, N, limits) == 1
     return COLUMNS_OF_LONG_PRODUCTS if largest and M * N * K > MIN_LONG_PRODUCT_MACS else 1
 
 
 def multiprocessors_of_long_product(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
-    """How many multiprocessors a product has that takes several columns of tiles at a time.
+    """How many SMs a product uses that takes several columns of tiles at a time.
 
-    So many that whole blocks of those columns are computed at a time, if that takes hardly a round more: else a last
-    block's columns are loaded for few tiles, and once more for the others. No round more where groups take turns, and
-    power is not all that limits them.
+    As many as compute whole blocks of those columns at a time, if that takes hardly more waves. Otherwise the columns
+    of a wave's last block are loaded for a few tiles, and once more for the others. Where groups take turns, it may not
+    take even one more wave, as power is not their only limit.
     """
     tiles = config.tiles(M, N)
     block = config.group_size_m * COLUMNS_OF_LONG_PRODUCTS
@@ -92,10 +92,10 @@ def multiprocessors_of_long_product(config: GemmConfig, M: int, N: int, limits: 
 
 
 def starts_next_early(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
-    """Whether the next kernel may start as soon as all of this one's programs have, to load weights beside them.
+    """Whether the next kernel may start as soon as all programs of this one have, to load weights beside them.
 
-    It waits for this one to end before it does anything else. That saves time up to 128 rows and costs time at 256
-    (docs/performance.md). Where programs share a multiprocessor it always may.
+    The next kernel waits for this one to end before it does anything else. An early start saves time up to 128 rows and
+    costs time at 256 (docs/performance.md). Where programs share an SM, it is always allowed.
     """
     return M <= MAX_ROWS_TO_START_NEXT or programs_per_sm(config, 1, limits) > 1
 
@@ -103,9 +103,9 @@ def starts_next_early(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
 def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
     """How many programs of a product start together, beside one another; 1 if it doesn't matter.
 
-    Tiles of the same columns follow one another and load the same blocks of B: two to four programs that do so at the
-    same time, near one another, are faster (docs/performance.md). Three or four only where each has a single tile:
-    fewer of them run at a time.
+    Tiles of the same columns are consecutive and load the same blocks of B. Two to four programs that do so at the same
+    time, near one another, are faster (docs/performance.md). Three or four are used only where each has a single tile,
+    because fewer clusters of that size run at a time.
     """
     rows = cdiv(M, config.block_m)
     single = programs_per_sm(config, 1, limits) == 1 and config.tiles(M, N) <= MAX_SHARE_IN_CLUSTERS * limits.num_sms
@@ -115,11 +115,11 @@ def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
 
 
 def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits) -> bool:
-    """Whether a product may start before its rows are quantized, to load weights meanwhile.
+    """Whether a product may start before its rows are quantized, so that it loads weights meanwhile.
 
-    That saves time up to 512 rows (docs/performance.md). But its programs go wherever there is room, one after the
-    other, so those that load the same blocks of B are apart, unless they are a cluster, which may take longer. It
-    matters little in products without many steps, or with large tiles.
+    That saves time up to 512 rows (docs/performance.md). But its programs then go wherever there is room, one after the
+    other, so programs that load the same blocks of B are far apart unless they are a cluster, and the product may take
+    longer. This matters little in products with few steps, or with large tiles.
     """
     if M * K > MAX_VALUES_TO_OVERLAP:
         return False
@@ -134,7 +134,7 @@ def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimit
 
 
 def in_one_launch(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits, in_graphs: bool = False) -> bool:
-    """Whether a layer is one launch; ``in_graphs``: in CUDA graphs, too."""
+    """Whether a layer is one launch. ``in_graphs``: in CUDA graphs, too."""
     rows = cdiv(M, programs(config, M, N, limits))
     if M * K > MAX_INPUT_VALUES or rows > MAX_ROWS_PER_PROGRAM or config.groups > 1:
         return False
@@ -151,9 +151,9 @@ def quant_linear_launch(
     limits: DeviceLimits,
     block_strides: tuple[int, int] | None,
 ) -> Launch:
-    """A layer of rows ``x [M, K]``. ``epilogue_strides``: of the weight's scale, bias and residual.
+    """The launch of a layer of rows ``x [M, K]``. ``epilogue_strides``: of the weight's scale, bias and residual.
 
-    ``block_strides``: as of a ``Problem``.
+    ``block_strides``: as in ``Problem``.
     """
     (M, K), N = x.shape, weight.shape[0]
     columns = weight_rows_at_a_time(config, M)
@@ -174,9 +174,9 @@ def _maps(
     b_part: int,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> tuple[TensorMap, TensorMap, TensorMap]:
-    """Of A, B and C, whose rows have these ``strides``.
+    """The tensor maps of A, B and C, whose rows have these ``strides``.
 
-    ``b_part``: how many rows of B the copy engine loads at a time. ``dtypes``: of A and B, and of C.
+    ``b_part``: how many rows of B TMA loads at a time. ``dtypes``: of A and B, and of C.
     """
     (M, N, K), (dtype, out_dtype) = sizes, dtypes
     rows, panel = config.stored_rows, PANEL.value // dtype.itemsize
@@ -200,15 +200,15 @@ def _constants(config: GemmConfig, M: int, limits: DeviceLimits, columns: int = 
 
 
 def programs(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
-    """How many a product of ``[M, N]`` has: one for each tile, and no more than the device holds."""
+    """How many programs a product of ``[M, N]`` has: one for each tile, at most as many as fit on the device."""
     return min(config.tiles(M, N), limits.num_sms * programs_per_sm(config, 1, limits))
 
 
 def max_registers(config: GemmConfig, limits: DeviceLimits, beside: bool = False) -> int | None:
-    """Of a thread; None for all that a multiprocessor has.
+    """The maximum number of registers per thread; None for all that an SM has.
 
-    ``beside``: leave some to the kernel ahead in the stream; else no program starts before that one's on its
-    multiprocessor have ended. The largest sums need them all.
+    ``beside``: leave some to the preceding kernel in the stream. Otherwise no program starts on an SM before that
+    kernel's programs there have ended. The configs with the largest sums need all registers.
     """
     resident = programs_per_sm(config, 1, limits)
     if resident > 1:
@@ -222,8 +222,8 @@ def max_registers(config: GemmConfig, limits: DeviceLimits, beside: bool = False
 def shared_row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple[int, int]:
     """``(BLOCK, BLOCKS)`` of ``quantize_row`` for a row of ``K`` 16-bit values, which a program's warps share.
 
-    ``BLOCKS`` is a power of 2, so that there are few variants. It is 0, to read the row twice, where registers hold no
-    more: 4 for each block.
+    ``BLOCKS`` is a power of 2, so that there are few variants. It is 0, which reads the row twice, where the registers
+    can't hold the row: a block takes 4 per thread.
     """
     block = 8 * 32 * config.group_warps
     blocks = next_power_of_2(cdiv(K, block))
@@ -232,18 +232,18 @@ def shared_row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple
 
 
 def weight_rows_at_a_time(config: GemmConfig, M: int) -> int:
-    """How many rows of the weight the copy engine loads at a time, in a layer that is one launch.
+    """How many rows of the weight TMA loads at a time, in a layer that is one launch.
 
-    With many at once all programs ask for all of their first weights in no time, and what the layer waits for, its
-    input and then the quantized rows, comes after them (docs/performance.md).
+    With many at a time, all programs request all of their first weights at once, and what the layer waits for, first
+    its input and then the quantized rows, arrives after them (docs/performance.md).
     """
     return 8 if M <= MAX_SKINNY_ROWS and len(config.widths) == 1 else config.widths[-1]
 
 
 def rows_at_a_time(M: int, block_m: int) -> tuple[int, int]:
-    """``(part, last_parts)``: how many rows of A the copy engine loads at a time, and how often in the last tile.
+    """``(part, last_parts)``: how many rows of A TMA loads at a time, and how many such parts the last tile has.
 
-    Few numbers, since each pair is a kernel of its own.
+    There are few different pairs, since each is a kernel of its own.
     """
     last = M % block_m or block_m
     if block_m >= M or last == block_m:

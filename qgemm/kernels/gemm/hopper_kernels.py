@@ -1,19 +1,19 @@
-"""The GEMM for Hopper (sm_90): ``C = A @ B.T``, scaled, with the rounding of the other kernels.
+"""The GEMM for Hopper (sm_90), in Gluon: ``C = A @ B.T``, scaled, with the same rounding as the other kernels.
 
-``C[m, n] = sum over k of A[m, k] * B[n, k]``, times ``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``, and to what
-that is rounded to ``residual[m, n]`` is added. Operands are ``[M, K]`` and ``[N, K]``, int8, e4m3, float16 or bfloat16,
-with K contiguous, addresses and row strides multiples of 16 bytes. TMA fills what lies beyond the edges with zeros and
-stores nothing there, so there is no mask.
+``C[m, n] = sum over k of A[m, k] * B[n, k]``, times ``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``, rounded; then
+``residual[m, n]`` is added. Operands are ``[M, K]`` and ``[N, K]``, int8, e4m3, float16 or bfloat16, with K contiguous;
+addresses and row strides are multiples of 16 bytes. TMA fills what lies beyond the edges with zeros and stores nothing
+there, so there is no mask.
 
-Programs are persistent. One producer warp has TMA load blocks of A and B into a ring of shared memory; four or eight
-consumer warps wait for a block, multiply it with ``wgmma`` and release its slot. Then they scale the sums and have TMA
-store them, while the producer loads for the next tile, and, where there are two groups of them that take turns, the
-other one multiplies it. docs/performance.md: what it reaches, why, and what was tried.
+Programs are persistent. One producer warp keeps TMA loading blocks of A and B into a ring of shared memory. Four or
+eight consumer warps wait for a block, multiply it with ``wgmma`` and release its slot. At the end of a tile they scale
+the sums and TMA stores them, while the producer loads for the next tile. Where two groups of consumer warps take turns,
+the other group multiplies the next tile meanwhile. docs/performance.md says what this reaches, why, and what was tried.
 
-Sums of fp8 that the tensor cores add keep 14 bits. So theirs are of 256 values of K, and the multiplying warps add them
-in float32; with a scale for each 128 values, of as many, after they have multiplied them by it. From 128 rows on two
-groups of warps share a tile: while one adds, the other one's products are computed. With scales of blocks a group also
-adds while its own next products are computed, which tiles of 256 rows leave no registers for.
+The tensor cores' own sums of fp8 keep only 14 bits. So they sum over 256 values of K, and the multiplying warps add
+these sums in float32; with a scale for each 128 values, they sum over 128 values and the warps scale the sums before
+adding. From 128 rows on, two groups of warps share a tile: while one adds, the other's products are computed. With
+block scales, a group also adds while its own next products are computed; tiles of 256 rows leave no registers for that.
 """
 
 from triton.experimental import gluon
@@ -38,12 +38,12 @@ from qgemm.kernels.stages.ring import (
 from qgemm.kernels.stages.rows import RowQuantization, e4m3_quantization
 from qgemm.kernels.stages.staged_residual import add_residual
 
-TURNING_ROWS = gl.constexpr(256)  # of tiles that go through K forwards and backwards in turn
-QUANTIZING_REGISTERS = gl.constexpr(64)  # of a producer's thread that may have to quantize
-MORE_QUANTIZING_REGISTERS = gl.constexpr(80)  # beside eight warps, where the assembler keeps more for it
-BESIDE_QUANTIZING_REGISTERS = gl.constexpr(224)  # the same, where the producer may have to quantize
-IN_TURN_REGISTERS = gl.constexpr(232)  # of a thread that multiplies, where two groups do: all but the producer's
-MAX_EARLY_VALUES = gl.constexpr(40)  # of a residual, that a thread loads before the sums are there
+TURNING_ROWS = gl.constexpr(256)  # of tiles that go through K alternately forwards and backwards
+QUANTIZING_REGISTERS = gl.constexpr(64)  # per thread of a producer that may have to quantize
+MORE_QUANTIZING_REGISTERS = gl.constexpr(80)  # the same beside eight warps, where the assembler keeps more for it
+BESIDE_QUANTIZING_REGISTERS = gl.constexpr(224)  # per multiplying thread, where the producer may have to quantize
+IN_TURN_REGISTERS = gl.constexpr(232)  # per multiplying thread of two groups: all but the producer's
+MAX_EARLY_VALUES = gl.constexpr(40)  # of a residual that a thread loads before the sums are complete
 
 
 @gluon.jit
@@ -58,7 +58,7 @@ def _fill_b(ring, step, A, B, row, col, k, LAST_PARTS: gl.constexpr):
 
 @gluon.jit
 def _fill_a(ring, step, A, row, k, LAST_PARTS: gl.constexpr):
-    """Starts loading the block at ``(row, k)`` of A, after ``_fill_b``: ``LAST_PARTS`` of it where A ends in it."""
+    """Starts loading the block at ``(row, k)`` of A, after ``_fill_b``: ``LAST_PARTS`` parts if A ends in it."""
     ends = row + ring.block_m > A.shape[0]
     ring.load_a(step, A, row, k, gl.where(ends, LAST_PARTS, ring.block_m // A.block_shape[0]))
 
@@ -75,7 +75,7 @@ def _produce(
     row, col = tile.pid_m * tile.block_m, tile.pid_n * tile.block_n
     if NEXT_EARLY:
         gdc_launch_dependents()
-    # By one warp: several would meet after each.
+    # One warp initializes the barriers: several would have to meet after each.
     ring.initialize()
     if not QUANTIZES:
         mbarrier.arrive(ready, count=1)
@@ -84,7 +84,7 @@ def _produce(
         ahead = gl.minimum(num_k, ring.depth)
         for k_idx in range(ahead):
             _fill_b(ring, k_idx, A, B, row, col, k_idx * BLOCK_K, LAST_PARTS)
-    # Nothing else is read before the kernel ahead in the stream has ended; see Launch.
+    # Nothing else is read before the preceding kernel in the stream has ended; see Launch.
     gdc_wait()
     if QUANTIZES:
         rows.wait_for_all(ready)
@@ -98,7 +98,7 @@ def _produce(
         tile = sched.get_tile_from_idx(tile_id)
         row, col = tile.pid_m * tile.block_m, tile.pid_n * tile.block_n
         for k_idx in range(gl.where(tile_id == start, ahead, 0), num_k):
-            # A tile that follows starts where the one before has ended: the cache still has what others loaded there.
+            # The next tile starts at the K where the previous one ended: the cache still has what others loaded there.
             k = gl.where(backwards, num_k - 1 - k_idx, k_idx) * BLOCK_K
             _fill_b(ring, step, A, B, row, col, k, LAST_PARTS)
             _fill_a(ring, step, A, row, k, LAST_PARTS)
@@ -106,7 +106,7 @@ def _produce(
         if TURNS:
             backwards = not backwards
     if not NEXT_EARLY:
-        # Earlier, programs of the next kernel would crowd onto the multiprocessors that happen to be free.
+        # If this came earlier, programs of the next kernel would crowd onto the SMs that happen to be free.
         gdc_launch_dependents()
     if QUANTIZES:
         rows.forget(ready)
@@ -114,11 +114,11 @@ def _produce(
 
 @gluon.jit
 def _store(C, staging, row, col, out, residual, ROWS: gl.constexpr):
-    """Has the copy engine store the first ``ROWS`` rows of ``out`` at ``(row, col)``.
+    """Stores the first ``ROWS`` rows of ``out`` at ``(row, col)``, by TMA.
 
-    ``residual``: the epilogue with one to add, or None.
+    ``residual``: None, or the epilogue that has one to add.
     """
-    # The store before has read the staging memory.
+    # Waits until the previous store has read the staging memory.
     tma.store_wait(0)
     staging.store(out)
     if residual is not None:
@@ -130,7 +130,7 @@ def _store(C, staging, row, col, out, residual, ROWS: gl.constexpr):
 
 @gluon.jit
 def _store_pieces(C, staging, row, col, out, residual, ROWS: gl.constexpr):
-    """As ``_store``, by as many columns at a time as ``staging`` has."""
+    """As ``_store``, as many columns at a time as ``staging`` has."""
     if out.shape[1] == staging.shape[1]:
         _store(C, staging, row, col, out, residual, ROWS)
     else:
@@ -151,7 +151,7 @@ def _consume(C, epilogue, rows, ring, staging, sched, num_k, ready):
     ROWS: gl.constexpr = staging.shape[0]
     MAIN: gl.constexpr = ring.widths[0]
     REST: gl.constexpr = ring.widths[-1]
-    DEPTH: gl.constexpr = ring.columns // 4  # of K, that an instruction takes
+    DEPTH: gl.constexpr = ring.columns // 4  # values of K per instruction
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, DEPTH])
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST, DEPTH])
     SUM: gl.constexpr = gl.int32 if sched.ctx.quantized else gl.float32
@@ -193,7 +193,7 @@ def _consume(C, epilogue, rows, ring, staging, sched, num_k, ready):
 
 @gluon.jit
 def _store_sums(C, epilogue, staging, acc, row, col, sched):
-    """Scales and stores sums at ``(row, col)``, by as many columns at a time as ``staging`` has."""
+    """Scales and stores sums at ``(row, col)``, as many columns at a time as ``staging`` has."""
     COLS: gl.constexpr = staging.shape[1]
     if acc.shape[1] == COLS:
         rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
@@ -210,10 +210,10 @@ def _store_sums(C, epilogue, staging, acc, row, col, sched):
 
 @gluon.jit
 def _consume_in_turn(C, epilogue, ring, staging, sched, num_k, ready, turns, WHO: gl.constexpr):
-    """As ``_consume``, but every second tile of a program's, while the other group stores its sums.
+    """As ``_consume``, but for every second tile of a program, while the other group stores its sums.
 
-    ``turns``: a barrier for each group, which completes when the other one has waited for all blocks of its tile. So a
-    group waits for none that come after others yet to come: a barrier tells a phase from the next only.
+    ``turns``: a barrier for each group, which completes when the other group has waited for all blocks of its tile. So
+    a group never waits for a block while earlier ones are still to come: a barrier can only tell a phase from the next.
     """
     gdc_wait()
     mbarrier.wait(ready, 0)
@@ -221,7 +221,7 @@ def _consume_in_turn(C, epilogue, ring, staging, sched, num_k, ready, turns, WHO
     REST: gl.constexpr = ring.widths[-1]
     BLOCK_M: gl.constexpr = sched.ctx.block_m
     BLOCK_N: gl.constexpr = sched.ctx.block_n
-    DEPTH: gl.constexpr = ring.columns // 4  # of K, that an instruction takes
+    DEPTH: gl.constexpr = ring.columns // 4  # values of K per instruction
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, DEPTH])
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST, DEPTH])
     SUM: gl.constexpr = gl.int32 if sched.ctx.quantized else gl.float32
@@ -249,7 +249,7 @@ def _consume_in_turn(C, epilogue, ring, staging, sched, num_k, ready, turns, WHO
 def _consume_promoted(
     C, epilogue, rows, ring, staging, sched, num_k, ready, scales, WHO: gl.constexpr
 ):  # fmt: skip
-    """As ``_consume``, of fp8: the part ``WHO`` of each tile's rows. ``scales``: the ``AllBlockScales``, or None."""
+    """As ``_consume``, for fp8 and part ``WHO`` of each tile's rows. ``scales``: the ``AllBlockScales``, or None."""
     gdc_wait()
     if rows is not None and WHO == 0:
         rows.quantize_own(ready)
@@ -291,7 +291,7 @@ def _run(
     CONFIG: gl.constexpr, GROUP_SIZE_N: gl.constexpr, NUM_SMS: gl.constexpr, LAST_PARTS: gl.constexpr,
     CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """``rows``: the ``SharedRows`` that A is to hold; None if it holds the quantized rows already.
+    """``rows``: the ``SharedRows`` that fill A with quantized rows; None if A holds them already.
 
     ``scales``: the ``AllBlockScales``, or None.
     """
@@ -301,12 +301,12 @@ def _run(
     )  # fmt: skip
     sched = ScheduleContext(M, N, K, ctx)
     num_k = gl.cdiv(K, ctx.block_k)
-    # Not in layers of one launch: they are small, and the producer has no register left for it. Scales of blocks are
-    # those of a tile that goes forwards.
+    # Layers of one launch don't turn: they are small, and the producer has no register left for it. Nor do products
+    # with block scales, which are loaded in the order of a tile that goes forwards.
     TURNS: gl.constexpr = (CONFIG.block_m == TURNING_ROWS or GROUP_SIZE_N > 1) and rows is None and scales is None
 
     ring = make_ring(A, B, CONFIG, CONFIG.sharing_groups)
-    # Completes when the ring's are initialized and all rows of A quantized.
+    # Completes when the ring's barriers are initialized and all rows of A are quantized.
     ready = barriers(1)
     initialize(ready, 1, 2 if rows is not None else 1)
     ROWS: gl.constexpr = max(C.block_shape[0], MMA_ROWS)
@@ -316,7 +316,7 @@ def _run(
     else:
         REGISTERS: gl.constexpr = QUANTIZING_REGISTERS if gl.num_warps() == 4 else MORE_QUANTIZING_REGISTERS
     own = ready.index(0)
-    # Constants stay constants only in a tuple that is written here.
+    # Constants stay constants only in a tuple that is written out here.
     if CONFIG.promotes and CONFIG.sharing_groups == 1:
         gl.warp_specialize(
             [
@@ -373,12 +373,12 @@ def _gemm_hopper_kernel(
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of ``[M, K]``, ``[N, K]`` and ``[M, N]``. ``CONFIG``: a ``GemmConfig``.
 
-    Their blocks: ``PANEL`` bytes of columns and a part of ``block_m`` rows; ``PANEL`` bytes of columns and as many rows
-    as the last of ``widths``, which make ``block_n``; a tile, or some of its rows and columns.
-    ``LAST_PARTS``: parts with rows of A in the last row of tiles. ``CONSTANT_B``: no kernel that may still run writes
-    B, so loading it needn't wait. ``NEXT_EARLY``: let the next kernel start once all of this one's programs have, not
-    only when they have loaded all.
-    ``BLOCK_SCALED``: ``A_scale [M, K / 128]`` and ``B_scale [N / 128, K / 128]`` are of blocks; ``stride_a_block``,
+    A block of ``A`` is ``PANEL`` bytes of columns by a part of ``block_m`` rows. A block of ``B`` is ``PANEL`` bytes of
+    columns by as many rows as the last of ``widths``, which add up to ``block_n``. A block of ``C`` is a tile, or some
+    of its rows and columns. ``LAST_PARTS``: how many parts have rows of A in the last row of tiles. ``CONSTANT_B``: no
+    kernel that may still run writes B, so loading it needn't wait. ``NEXT_EARLY``: lets the next kernel start as soon
+    as all of this one's programs have started, instead of when they have loaded everything. ``BLOCK_SCALED``:
+    ``A_scale [M, K / 128]`` and ``B_scale [N / 128, K / 128]`` are scales of blocks; ``stride_a_block``,
     ``stride_b_block``: the strides of their columns.
     """
     if BLOCK_SCALED:
@@ -405,9 +405,9 @@ def _quant_linear_hopper_kernel(
 ):  # fmt: skip
     """A quantized linear layer in one launch: the programs quantize the rows of ``x`` together, then compute tiles.
 
-    ``x``: ``[M, K]``. ``q``, ``q_scale``: where its quantized rows go, ``[M, K]`` and ``[M]``, contiguous; with
-    ``BLOCK_SCALED`` scales ``[M, K / 128]``. ``A``: the tensor map of ``q``. ``x_scale``, ``counts``, ``ROW``: see
-    ``SharedRows``. B is constant; the rest is as in ``_gemm_hopper_kernel``.
+    ``x``: ``[M, K]``. ``q``, ``q_scale``: memory for its quantized rows, ``[M, K]``, and scales, ``[M]`` or, with
+    ``BLOCK_SCALED``, ``[M, K / 128]``; contiguous. ``A``: the tensor map of ``q``. ``x_scale``, ``counts``, ``ROW``:
+    see ``SharedRows``. B is constant; the rest is as in ``_gemm_hopper_kernel``.
     """
     if A.dtype.is_fp8():
         quantization = e4m3_quantization(x_scale, True)

@@ -1,15 +1,15 @@
 """GEMM kernels made of the stages.
 
-- ``_gemm_kernel``: a tile per program, or persistent tiles. One kernel for every product: int8 with scales, raw int8,
-  floats with an activation. Whatever an epilogue lacks is passed as None and compiled away.
+- ``_gemm_kernel``: one tile per program, or persistent programs. One kernel for every product: int8 with scales, raw
+  int8, floats with an activation. Whatever an epilogue lacks is passed as None and compiled away.
 - ``_gemm_streamk_kernel``: for int8 problems with too few tiles for the device. Programs add int32 partial sums into a
-  zeroed workspace with atomics; the last one to arrive at a tile applies the epilogue. Integer sums don't depend on
-  their order, so the result is exact and the same bits every time.
-- ``_block_scaled_kernel``: fp8 with a scale for each 128 values of K of a row, and each 128 x 128 of the weight. Each
-  block of K is multiplied by itself, and its sums are scaled and added in float32.
+  zeroed workspace with atomics; the last program to arrive at a tile applies the epilogue. Integer sums don't depend on
+  their order, so the result is exact and has the same bits every time.
+- ``_block_scaled_kernel``: fp8 with a scale for each 128 values of K of a row, and for each 128 x 128 of the weight.
+  Each block of K is multiplied separately, and its sums are scaled and added in float32.
 
-Most products on Hopper run ``hopper_kernels.py`` instead. Few rows of A are a read of the weights, where one tile
-per program is faster than persistent tiles (docs/performance.md).
+Most products on Hopper run ``hopper_kernels.py`` instead. With few rows of A, a product is mainly a read of the
+weights, for which one tile per program is faster than persistent programs (docs/performance.md).
 """
 
 import triton
@@ -32,7 +32,7 @@ def _gemm_kernel(
     QUANTIZED: tl.constexpr, ALLOW_TF32: tl.constexpr, ACTIVATION: tl.constexpr,
     PERSISTENT: tl.constexpr, PDL: tl.constexpr, DECODES: tl.constexpr,
 ):  # fmt: skip
-    """``CONFIG``: a ``GemmConfig``. ``PERSISTENT``: launched with ``NUM_SMS`` programs; else with one for each tile.
+    """``CONFIG``: a ``GemmConfig``. ``PERSISTENT``: launched with ``NUM_SMS`` programs, else with one for each tile.
 
     ``PDL``: see ``Launch``. ``DECODES``: as in ``GemmContext``.
     """
@@ -60,7 +60,7 @@ def _gemm_kernel(
         out_tile = sched.get_tile_from_idx(tl.program_id(0))
         acc = ctx.reduce_axis(tensorA, tensorB, out_tile)
         if PDL:
-            # Earlier, programs of the next kernel would crowd onto the multiprocessors that happen to be free.
+            # If this came earlier, programs of the next kernel would crowd onto the SMs that happen to be free.
             gdc_launch_dependents()
         epilogue.store(acc, tensorC, out_tile)
 
@@ -74,7 +74,7 @@ def _gemm_streamk_kernel(
     CONFIG: tl.constexpr, NUM_SMS: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr,
     STREAMK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """``workspace``: int32 ``[M, N]`` of zeros; ``arrivals``: int32 zeros, one per tile."""
+    """``workspace``: int32 ``[M, N]`` of zeros. ``arrivals``: int32 zeros, one per tile."""
     tensorA = make_tensor_view(A, M, K, stride_am, stride_ak)
     tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
     tensorC = make_output_view(C, M, N, stride_cm, stride_cn)
@@ -109,7 +109,7 @@ def _gemm_streamk_kernel(
         else:
             ptrs, mask = partial.tile_ptrs(out_tile, False, False)
             tl.atomic_add(ptrs, acc, mask=mask, sem="relaxed")
-            # Every thread's sums come before the program's arrival is counted.
+            # All threads must have added their sums before the program's arrival is counted.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals + iter_id // num_k, k_end - k_start, sem="acq_rel")
             if arrived + k_end - k_start == num_k:
@@ -128,7 +128,8 @@ def _block_scaled_kernel(
 ):  # fmt: skip
     """``sum over g of (A_g @ B_g)[m, n] * A_scale[m, g] * B_scale[n // 128, g]``, plus ``bias[n]``; ``g``: 128 of K.
 
-    A tile a program. ``CONFIG``: a ``GemmConfig`` with ``block_k`` 128. ``DECODES``: as in ``GemmContext``.
+    Each program computes one tile. ``CONFIG``: a ``GemmConfig`` with ``block_k`` 128. ``DECODES``: as in
+    ``GemmContext``.
     """
     tensorA = make_tensor_view(A, M, K, stride_am, stride_ak)
     tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
@@ -154,10 +155,10 @@ def _block_scaled_kernel(
 
 @triton.jit
 def reduce_blocks(ctx, A, B, out_tile, a_scale, b_scale, stride_a_block, stride_b_block, rows, cols):
-    """The sum over all of K for one output tile, of sums of 128 values that are multiplied by their blocks' scales.
+    """The sum over all of K for one output tile; sums over 128 values of K are multiplied by their blocks' scales.
 
-    ``ctx``: with ``block_k`` 128. ``a_scale``, ``b_scale``: pointers to the first scales of the tile's rows and
-    columns; ``rows``, ``cols``: which of them there are.
+    ``ctx`` has ``block_k`` 128. ``a_scale``, ``b_scale``: pointers to the first scales of the tile's rows and columns.
+    ``rows``, ``cols``: masks of those that exist.
     """
     acc = ctx.init_accumulator()
     num_whole = A.cols // GROUP

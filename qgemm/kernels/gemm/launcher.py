@@ -1,7 +1,7 @@
 """Launchers of the GEMM kernels: ``scaled_mm``, ``int_mm``, ``matmul`` on GPU tensors.
 
-They take checked arguments (``dispatch.py``), choose a config, allocate and launch. In Triton's interpreter they take
-CPU tensors.
+They accept checked arguments (``dispatch.py``), choose a config, allocate and launch. In Triton's interpreter they
+accept CPU tensors.
 """
 
 from __future__ import annotations
@@ -106,26 +106,26 @@ def find_launch(
 
 
 class Product(NamedTuple):
-    """A kernel bound to everything about a product but its tensors: a, b, c, a's and b's scales, bias, residual."""
+    """A kernel bound to all of a product but its tensors: a, b, c, a's and b's scales, bias, residual."""
 
     config: GemmConfig
     launch: Launch | StreamKLaunch
     takes_bytes: bool = False
-    """Whether a and b are to be the bytes of e4m3, int8, where Triton doesn't have that."""
+    """Whether a and b must be passed as the bytes of e4m3, int8, where Triton doesn't have e4m3."""
 
 
 class StreamKLaunch:
-    """A ``Launch`` of the Stream-K kernel, which adds into zeros: the output's partial sums and a count per tile."""
+    """A ``Launch`` of the Stream-K kernel, with zeroed memory that it adds to: partial sums, and a count per tile."""
 
     aligned = None
 
     def __init__(self, launch: Launch, tiles: int) -> None:
-        """``tiles``: how many the output has."""
+        """``tiles``: how many tiles the output has."""
         self._launch = launch
         self._tiles = tiles
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """As a launch of any other product."""
+        """As the launch of any other product."""
         c = tensors[2]
         assert c is not None
         zeros = c.new_zeros(c.numel() + self._tiles, dtype=torch.int32)
@@ -145,7 +145,7 @@ def plan_product(
     activation: str | None = None,
     constant_b: bool,
 ) -> Product:
-    """The product of tensors like these, with a contiguous output of at least one value.
+    """The product for tensors like these, with a contiguous output of at least one value.
 
     ``constant_b``: see ``dispatch.scaled_mm``. ``residual``: ``[M, N]`` with contiguous columns.
     """
@@ -161,7 +161,7 @@ def plan_product(
     problem = Problem(
         M, N, K, (*a.stride(), *b.stride(), N, 1, *epilogue_strides), a.dtype, out_dtype,
         a_scale is not None, None if bias is None else bias.dtype, residual is not None, activation,
-        # allow_tf32, the older name, raises once a user has set this one.
+        # allow_tf32, the older name, raises an error once a user has set this one.
         a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
         a.device, (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, constant_b, block_strides,
     )  # fmt: skip
@@ -171,7 +171,7 @@ def plan_product(
 
 
 def make_product(problem: Problem, config: GemmConfig | None) -> Product:
-    """A product that has not been planned before, with ``config``, or with one that is chosen."""
+    """A product that hasn't been planned before, with ``config``, or with a chosen one if it is None."""
     limits = device_limits(problem.device)
     config = _find_config(problem, config, limits)
     if config.schedule == "specialized":
@@ -184,9 +184,9 @@ def make_product(problem: Problem, config: GemmConfig | None) -> Product:
 
 
 def _find_config(problem: Problem, config: GemmConfig | None, limits: DeviceLimits) -> GemmConfig:
-    """``config``, if it can run the product; one that is chosen, if it is None."""
+    """``config``, after a check that it can run the product; or a chosen one if it is None."""
     M, N, K, strides, dtype, *_ = problem
-    # Sums of other formats can't be stored, or take registers that there aren't: of fp8's without scales.
+    # Sums of other formats can't be stored or, those of fp8 without scales, need registers that aren't available.
     multiplied = problem.scaled if dtype == INT8.storage else dtype in (FP8.storage, torch.float16, torch.bfloat16)
     hopper = (
         limits.hopper and multiplied and problem.out_dtype.itemsize == 2 and K > 0
@@ -213,7 +213,7 @@ def _find_config(problem: Problem, config: GemmConfig | None, limits: DeviceLimi
 
 
 def _decodes(problem: Problem, limits: DeviceLimits) -> bool:
-    """Whether the kernel takes bytes of fp8. Products without scales are those of ``matmul``: for devices with fp8."""
+    """Whether the kernel gets the bytes of fp8. Products without scales are ``matmul``'s, on devices with fp8."""
     return problem.dtype == FP8.storage and problem.scaled and not limits.multiplies_fp8
 
 
@@ -229,14 +229,14 @@ def _block_scaled_product(config: GemmConfig, problem: Problem, limits: DeviceLi
 
 
 def _plain_product(config: GemmConfig, problem: Problem, limits: DeviceLimits) -> Product:
-    """By the kernels for every GPU: Stream-K's, or that of persistent programs and of tiles."""
+    """A product by the kernels for every GPU: Stream-K's, or the one for persistent programs and single tiles."""
     M, N, K, strides, dtype, *_ = problem
     tiles = config.tiles(M, N)
     slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
     numbers = (M, N, K, *strides)
     constants: tuple[Any, ...] = (config, slots, limits.num_xcds, K % config.block_k == 0)
     warps = config.num_warps
-    if problem.has_residual:  # its values are beside as many sums in a thread's registers: no more than 64
+    if problem.has_residual:  # a thread holds as many of its values as sums: at most 64 each
         warps = max(warps, config.block_m * config.block_n // (64 * limits.warp_size))
     if config.schedule == "streamk" and K > 0:
         launch = Launch(
@@ -246,7 +246,7 @@ def _plain_product(config: GemmConfig, problem: Problem, limits: DeviceLimits) -
         return Product(config, StreamKLaunch(launch, tiles))
     # Only persistent programs are renumbered for chiplets.
     persistent = config.schedule != "tiles" or limits.num_xcds > 1
-    # Programs beyond the tiles would find nothing to do, unless they are renumbered.
+    # Programs beyond the tiles would have nothing to do, unless they are renumbered.
     grid = tiles if not persistent else slots if limits.num_xcds > 1 else min(tiles, slots)
     epilogue = DEVICE_ACTIVATIONS[problem.activation] if problem.activation else None
     decodes = _decodes(problem, limits)
@@ -259,9 +259,9 @@ def _plain_product(config: GemmConfig, problem: Problem, limits: DeviceLimits) -
 
 
 def max_registers(limits: DeviceLimits) -> int | None:
-    """Of a thread, as ``Launch`` takes it: all there are on Blackwell.
+    """The maximum number of registers per thread, for ``Launch``: all that there are on Blackwell.
 
-    Of its own accord the assembler takes fewer there, so that more programs fit, and spills.
+    By itself the assembler uses fewer there, so that more programs fit, and spills.
     """
     return 255 if limits.pdl and not limits.hopper else None
 
@@ -277,7 +277,7 @@ def _copy_engine_takes(
 
 
 def has_hopper_kernel() -> bool:
-    """Whether this version of Triton has what Hopper's kernel is written in, which is experimental there."""
+    """Whether this version of Triton has the Gluon that Hopper's kernel is written in, which is experimental."""
     try:
         importlib.import_module("qgemm.kernels.gemm.hopper_kernels")
     except (ImportError, AttributeError) as error:
@@ -296,7 +296,7 @@ def with_contiguous_columns(matrix: Tensor) -> Tensor:
 
 
 def row_stride(matrix: Tensor | None) -> int:
-    """The stride of an epilogue's matrix; 1, which is compiled in, where there is none."""
+    """The stride of an epilogue's matrix; 1, which is compiled in, if there is none."""
     return 1 if matrix is None else matrix.stride(0)
 
 

@@ -1,4 +1,4 @@
-"""What a kernel for a product is chosen and compiled for: ``Problem``."""
+"""``Problem``: the facts about a product that its kernel is chosen and compiled for."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 class Problem(NamedTuple):
-    """A product ``[M, K] @ [K, N]``: all about it but its tensors' values. A ``Launch`` is made for one."""
+    """A product ``[M, K] @ [K, N]``: everything except its tensors' values. A ``Launch`` is made for one."""
 
     M: int
     N: int
     K: int
     strides: tuple[int, ...]
-    """Of a, b and c, rows before columns; then of a's and b's scales, the bias and the residual's rows."""
+    """The strides of a, b and c, rows before columns; then of a's and b's scales, the bias and the residual's rows."""
     dtype: torch.dtype
-    """Of a and b."""
+    """The dtype of a and b."""
     out_dtype: torch.dtype
     scaled: bool
     """Whether there are scales."""
@@ -30,4 +30,4 @@ class Problem(NamedTuple):
     constant_b: bool
     """As in ``dispatch.scaled_mm``."""
     block_strides: tuple[int, int] | None = None
-    """Of scales of blocks, from one block of K to the next; None where there are none."""
+    """The strides of block scales, from one block of K to the next; None without block scales."""

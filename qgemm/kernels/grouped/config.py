@@ -1,9 +1,9 @@
-"""Which tile shape and pipeline a grouped product runs with: a table by the rows of a group.
+"""The tile shape and pipeline of a grouped product: a table by the number of rows of a group.
 
 Only the device knows how many rows each group has, so the table assumes that rows are spread over the groups at random.
-Few rows are a read of the weights of the groups that have any; what counts then is enough programs with enough loads in
-flight. With more rows, blocks are as high as groups are, except for Hopper's kernel: that multiplies half of a block of
-128 rows where that is enough. docs/performance.md says how close to the best config the choice is.
+With few rows, a product is mainly a read of the weights of the groups that have any, and what counts is enough programs
+with enough loads in flight. With more rows, blocks are as high as groups, except in Hopper's kernel, which multiplies
+half of a block of 128 rows where that is enough. docs/performance.md says how close to the best config the choice is.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 
-MAX_NARROW_PROGRAMS_PER_SM = 6  # a product with no more blocks of 32 columns than that takes them
-# Of a group, up to which its product is a read of weights.
+MAX_NARROW_PROGRAMS_PER_SM = 6  # a product with at most this many blocks of 32 columns per SM uses them
+# The number of rows of a group up to which its product is a read of weights.
 MAX_ROWS_BY_MEMORY, MAX_ROWS_BY_MEMORY_ON_HOPPER = 16, 6
 
 HOPPER = GemmConfig(128, 128, 128, num_warps=4, num_stages=6, schedule="specialized")
-# Of fp8, whose sums take registers twice: those of the tensor cores, and what they are added to.
+# fp8's sums take twice the registers: the tensor cores' own, and those to which they are added.
 HOPPER_FP8 = GemmConfig(64, 128, 128, num_warps=4, num_stages=8, schedule="specialized")
-# What fits in shared memory comes first.
+# In order of preference; the first that fits in shared memory is used.
 NARROW = (
     GemmConfig(16, 32, 256, num_warps=2, num_stages=6, schedule="tiles"),
     GemmConfig(16, 32, 128, num_warps=2, num_stages=6, schedule="tiles"),
@@ -34,7 +34,7 @@ WIDE = (
     GemmConfig(16, 32, 64, num_warps=2, num_stages=2, schedule="tiles"),
 )
 BY_ROWS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
-    # Up to so many rows; each entry has blocks of one height.
+    # The maximum number of rows of a group; all configs of an entry have blocks of one height.
     (
         48,
         (
@@ -61,12 +61,12 @@ BY_ROWS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
 
 
 def filled_groups(T: int, G: int) -> float:
-    """How many of ``G`` groups have any of ``T`` rows at random."""
+    """How many of ``G`` groups have any of ``T`` rows that are spread at random."""
     return G * (1 - (1 - 1 / G) ** T)
 
 
 def rows_of_group(T: int, G: int) -> float:
-    """How many rows a group has that has any, on average."""
+    """How many rows a group has on average, if it has any."""
     return T / filled_groups(T, G)
 
 
@@ -82,9 +82,9 @@ def select_grouped_config(
 ) -> GemmConfig:
     """The config for a product of ``[T, K]`` and ``[G, N, K]`` of ``dtype`` on ``device``.
 
-    Its ``block_m`` depends on ``T``, ``G``, ``dtype``, ``blocks`` and the device only. ``hopper``: whether layout and
-    output allow Hopper's kernel (``launcher.py`` says when) where the device has it. ``blocks``: whether scales are of
-    blocks, one of which is a block of K.
+    Its ``block_m`` depends only on ``T``, ``G``, ``dtype``, ``blocks`` and the device. ``hopper``: whether layout and
+    output allow Hopper's kernel where the device has it (``launcher.py`` says when). ``blocks``: whether scales are of
+    blocks; a block of K then has one of them.
     """
     limits = device_limits(device)
     hopper = hopper and limits.hopper
@@ -97,7 +97,7 @@ def select_grouped_config(
         return next(config for config in configs if config.block_m >= rows or config is configs[-1])
     if hopper or rows <= MAX_ROWS_BY_MEMORY:
         narrow = filled_groups(T, G) * cdiv(N, 32) <= MAX_NARROW_PROGRAMS_PER_SM * limits.num_sms
-        # A pipeline of 256 values a stage fills only once K is long.
+        # A pipeline with 256 values per stage fills only if K is long.
         return _first_valid((NARROW[K < 2048 :] if narrow else WIDE), itemsize, limits)
     return next(_first_valid(configs, itemsize, limits) for most, configs in BY_ROWS if rows <= most)
 

@@ -1,13 +1,13 @@
-"""The grouped product for many rows on Hopper: ``hopper_kernels.py``'s ring, producer and consumers, tile by tile of
-``GroupTiles``.
+"""The grouped product for many rows on Hopper, in Gluon.
 
-To TMA all groups' weights are one matrix ``[G * N, K]``, and a tile's block of it begins at row ``g * N + n``. Its
-block of A begins at the tile's first row and may hold rows of the next group, or what the slot held before: rows that
-aren't stored, so parts of A without a row of the tile aren't loaded. A tile with 64 rows or fewer in blocks of 128
-multiplies half a block.
+The ring, the producer and the consumers are those of the GEMM's ``hopper_kernels.py``; the tiles are those of
+``GroupTiles``. To TMA, all groups' weights are one matrix ``[G * N, K]``, in which a tile's block begins at row
+``g * N + n``. A tile's block of A begins at the tile's first row and may contain rows of the next group, or what the
+slot held before. Those rows aren't stored, so parts of A without a row of the tile aren't loaded. A tile with at most
+64 rows in blocks of 128 multiplies half a block.
 
-A full tile is stored by TMA. Others would overwrite the next group's rows, so threads store those, from the same
-staging memory, 16 bytes at a time. docs/performance.md: what it reaches, and what was tried.
+TMA stores full tiles. It would overwrite the next group's rows with other tiles, so threads store those, from the same
+staging memory, 16 bytes at a time. docs/performance.md says what this reaches and what was tried.
 """
 
 from triton.experimental import gluon
@@ -31,7 +31,7 @@ from qgemm.kernels.stages.ring import (
 
 @gluon.jit
 def _produce(A, B, tiles, ring, N, K, ctx):
-    # Nothing is read before the kernel ahead in the stream has ended; see Launch.
+    # Nothing is read before the preceding kernel in the stream has ended; see Launch.
     gdc_wait()
     sched = tiles.schedule(N, K, ctx)
     num_k = gl.cdiv(K, ctx.block_k)
@@ -44,7 +44,7 @@ def _produce(A, B, tiles, ring, N, K, ctx):
         group, first, end = tiles.get(pid_m)
         weight_row = group * N + pid_n * ctx.block_n
         for k_idx in range(num_k):
-            # As many rows as the tile has, in parts, and a block of B.
+            # As many parts of A as have rows of the tile, and a block of B.
             needed = gl.cdiv(end - first, PART)
             ring.claim(step)
             for parts in gl.static_range(1, PARTS + 1):
@@ -52,7 +52,7 @@ def _produce(A, B, tiles, ring, N, K, ctx):
             ring.load_a(step, A, first, k_idx * ctx.block_k, needed)
             ring.load_b(step, B, weight_row, k_idx * ctx.block_k)
             step += 1
-    # Earlier, programs of the next kernel would crowd onto the multiprocessors that happen to be free.
+    # If this came earlier, programs of the next kernel would crowd onto the SMs that happen to be free.
     gdc_launch_dependents()
 
 
@@ -61,9 +61,7 @@ def _consume_tile(
     out_map, out, epilogue, ring, staging, step, num_k, N, group, first, end, pid_n,
     BLOCK_N: gl.constexpr, ROWS: gl.constexpr, BLOCK_SCALED: gl.constexpr,
 ):  # fmt: skip
-    """One tile of the output, of which at most ``ROWS`` rows count. ``BLOCK_SCALED``: the epilogue's scales are those
-    of blocks.
-    """
+    """One tile of the output, of which at most ``ROWS`` rows count. ``BLOCK_SCALED``: the scales are of blocks."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 32])
     cols = pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
     place = staging.slice(0, ROWS)
@@ -74,7 +72,7 @@ def _consume_tile(
         acc = warpgroup_mma_init(gl.zeros((ROWS, BLOCK_N), gl.int32, layout))
         sums, _ = ring.reduce(step, num_k, (acc,), ROWS)
         values = epilogue.apply(sums[0], scales, cols, N)
-        # The store of the tile before has read the staging memory.
+        # Waits until the previous tile's store has read the staging memory.
         tma.store_wait(0)
         place.store(values.to(staging.dtype))
     else:
@@ -84,7 +82,7 @@ def _consume_tile(
         for _ in gl.static_range(PARTS):
             sums = sums + (gl.zeros((MMA_ROWS, BLOCK_N), gl.float32, layout),)
         if BLOCK_SCALED:
-            # A step is a block of K. The scales of a group's columns begin at a block of their own.
+            # A step is a block of K. The scales of each group's columns begin with a new block.
             every = AllBlockScales(epilogue.a_scale, epilogue.b_scale, num_k, 1, num_k, 1, num_k)
             col = group * (gl.cdiv(N, PANEL) * PANEL) + pid_n * BLOCK_N
             scales = every.of_tile(first, col, end, N, BLOCK_N, layout)
@@ -147,8 +145,8 @@ def _grouped_hopper_kernel(
 ):  # fmt: skip
     """``A``, ``B``, ``out_map``: tensor maps of ``[T, K]``, ``[G * N, K]`` and the output ``[T, N]``, which is ``out``.
 
-    Their blocks: ``PANEL`` columns and a part of ``block_m`` rows; ``PANEL`` columns and ``block_n`` rows; a tile. The
-    rest is as for ``_grouped_gemm_kernel``; ``BLOCK_SCALED`` of fp8 alone.
+    Their blocks: ``PANEL`` columns by a part of ``block_m`` rows; ``PANEL`` columns by ``block_n`` rows; a tile. The
+    rest is as in ``_grouped_gemm_kernel``; ``BLOCK_SCALED`` is for fp8 only.
     """
     ring = make_ring(A, B, CONFIG)
     ring.initialize()

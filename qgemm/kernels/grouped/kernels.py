@@ -1,12 +1,12 @@
-"""A product for each of several groups of rows in one launch: device code of ``grouped_mm`` and ``experts``.
+"""Products of several groups of rows in one launch: device code of ``grouped_mm`` and ``experts``.
 
-``C[m] = sum over k of A[m, k] * B[g, n, k]``, scaled, for the group ``g`` that row ``m`` is in. Groups are of any size,
-none included, and only the device knows them. So the rows are cut into tiles there (``write_tiles``), none of which
-holds rows of two groups, and the products take their tiles from that table (``GroupTiles``). The host knows no more
-than how many there can be.
+``C[m] = sum over k of A[m, k] * B[g, n, k]``, scaled, for the group ``g`` of row ``m``. Groups may have any size, even
+none, and only the device knows it. So the device cuts the rows into tiles, none of which has rows of two groups
+(``write_tiles``), and the products read their tiles from that table (``GroupTiles``). The host only knows the maximum
+number of tiles.
 
-``_grouped_gemm_kernel`` is made of the same stages as ``_gemm_kernel``: views of one group's operands, then one tile of
-them. ``hopper_kernels.py`` has the one for many rows on Hopper.
+``_grouped_gemm_kernel`` is made of the same stages as ``_gemm_kernel``: views of one group's operands, and one tile of
+them. ``hopper_kernels.py`` has the kernel for many rows on Hopper.
 """
 
 import triton
@@ -19,24 +19,24 @@ from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.epilogue import Epilogue
 from qgemm.kernels.stages.tile import Tile
 
-# int32 values of an entry, and before the first: how many tiles there are, and how many rows.
+# int32 values per entry, and before the first entry, where the numbers of tiles and rows are.
 ENTRY = tl.constexpr(4)
 
 
 @aggregate
 class GroupTiles:
-    """The table of tiles of rows that ``write_tiles`` has left at ``ptr``."""
+    """The table of tiles of rows that ``write_tiles`` has written to ``ptr``."""
 
     ptr: tl.tensor
 
     @triton.jit
     def count(self):
-        """How many tiles there are."""
+        """The number of tiles."""
         return tl.load(self.ptr)
 
     @triton.jit
     def num_rows(self):
-        """How many rows the groups have together."""
+        """The number of rows of all groups together."""
         return tl.load(self.ptr + 1)
 
     @triton.jit
@@ -47,13 +47,13 @@ class GroupTiles:
 
     @triton.jit
     def schedule(self, N, K, ctx: GemmContext):
-        """The tiles of all groups, numbered. The table must have been written: see ``gdc_wait``."""
+        """The schedule of the tiles of all groups. The table must have been written before; see ``gdc_wait``."""
         return ScheduleContext(self.count() * ctx.block_m, N, K, ctx)
 
 
 @triton.jit
 def write_tiles(ptr, starts, sizes, groups, BLOCK_M: tl.constexpr):
-    """Writes the table for groups of ``sizes [G]`` rows that begin at ``starts``; ``groups``: their numbers."""
+    """Writes the table for groups of ``sizes [G]`` rows that begin at ``starts``. ``groups``: their numbers."""
     counts = tl.cdiv(sizes, BLOCK_M)
     before = tl.cumsum(counts, axis=0) - counts
     tl.store(ptr, tl.sum(counts, axis=0))
@@ -76,10 +76,10 @@ def _group_tiles_kernel(
     offsets, tiles, T, G,
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the table for groups that end at ``offsets [G]``. ``GROUPS``: a power of 2, at least ``G``.
+    """One program writes the table for groups that end at ``offsets [G]``. ``GROUPS``: a power of 2, at least ``G``.
 
-    An offset below an earlier one, or outside ``[0, T]``, counts as the nearest that isn't: no row is outside
-    ``[0, T)``, and there are no more tiles than right ones can have.
+    An offset below an earlier one, or outside ``[0, T]``, is replaced by the nearest valid one. So no row is outside
+    ``[0, T)``, and there are no more tiles than valid offsets can have.
     """
     if PDL:
         gdc_wait()
@@ -101,9 +101,10 @@ def _grouped_gemm_kernel(
 ):  # fmt: skip
     """``A [T, K]``, ``B [G, N, K]``, ``C [T, N]``, ``A_scale [T]``, ``B_scale [G, N]``, ``bias [G, N]`` or None.
 
-    All are contiguous. ``tiles``: what ``write_tiles`` wrote for ``BLOCK_M``. ``PERSISTENT``: programs take tiles in
-    turn; else there is at least one for each. ``PDL``: see ``Launch``. ``QUANTIZED``, ``DECODES``: as in
-    ``GemmContext``. ``BLOCK_SCALED``: ``A_scale [T, K / 128]`` and ``B_scale [G, N / 128, K / 128]`` are of blocks.
+    All are contiguous. ``tiles``: the table from ``write_tiles`` for ``BLOCK_M``. ``PERSISTENT``: programs take several
+    tiles in turn, else there is at least one program for each tile. ``PDL``: see ``Launch``. ``QUANTIZED``,
+    ``DECODES``: as in ``GemmContext``. ``BLOCK_SCALED``: ``A_scale [T, K / 128]`` and ``B_scale [G, N / 128, K / 128]``
+    are of blocks.
     """
     ctx = GemmContext(
         CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, num_sms=1, group_size_m=CONFIG.group_size_m,
@@ -126,7 +127,7 @@ def _grouped_gemm_kernel(
 def _grouped_tile(
     A, B, C, A_scale, B_scale, bias, table, sched, tile_id, BLOCK_SCALED: tl.constexpr, LAST: tl.constexpr
 ):  # fmt: skip
-    """One tile of the output. ``LAST``: of this program, so the next kernel may start."""
+    """One tile of the output. ``LAST``: it is this program's last one, so the next kernel may start."""
     N, K = sched.N, sched.K
     pid_m, pid_n = sched.get_tile(tile_id)
     group, first, end = table.get(pid_m)

@@ -1,4 +1,4 @@
-"""Launcher of ``grouped_mm`` on GPU tensors, CPU tensors in Triton's interpreter; experts accept its launches too."""
+"""Launcher of ``grouped_mm`` on GPU tensors, CPU tensors in Triton's interpreter; experts use its launches, too."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from qgemm.kernels.launch.tensor_map import TensorMap
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-ROWS_AT_A_TIME = 32  # that Hopper's copy engine loads of A
+ROWS_AT_A_TIME = 32  # of A, that TMA loads on Hopper
 
 
 def grouped_mm(
@@ -29,7 +29,7 @@ def grouped_mm(
 ) -> Tensor:
     """``dispatch.grouped_mm`` on a GPU."""
     (T, K), (G, N, _) = a.shape, b.shape
-    # Rows beyond the last group.
+    # Zeros, for rows beyond the last group.
     c = a.new_zeros((T, N), dtype=out_dtype)
     if not (c.numel() and G):
         return c
@@ -65,7 +65,7 @@ def _make_plan(
 
 
 def takes_hopper_kernel(N: int, K: int, out_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether Hopper's kernel can compute grouped products like these, if their operands are aligned."""
+    """Whether Hopper's kernel can compute such grouped products if their operands are aligned."""
     limits = device_limits(device)
     return limits.hopper and out_dtype.itemsize == 2 and K % 16 == 0 and N % 8 == 0 and K > 0 and has_hopper_kernel()
 
@@ -78,24 +78,24 @@ def is_grouped(config: GemmConfig, limits: DeviceLimits) -> bool:
 
 
 def max_tiles(rows: int, groups: int, block_m: int) -> int:
-    """How many tiles of ``block_m`` rows there can be, whatever the sizes of the groups."""
+    """The maximum number of tiles of ``block_m`` rows, whatever the sizes of the groups are."""
     filled = min(rows, groups)
     return filled + (rows - filled) // block_m
 
 
 def table_size(rows: int, groups: int, block_m: int) -> int:
-    """How many int32 values ``GroupTiles`` takes."""
+    """The number of int32 values in the table for ``GroupTiles``."""
     entry: int = ENTRY.value
     return entry * (1 + max_tiles(rows, groups, block_m))
 
 
 def outputs(config: GemmConfig) -> int:
-    """How often a product's launch takes the output: Hopper's kernel as a tensor map too."""
+    """How many times the output is passed to a product's launch: twice to Hopper's kernel, also as a tensor map."""
     return 2 if config.schedule == "specialized" else 1
 
 
 def group_tiles_launch(T: int, G: int, block_m: int, device: torch.device) -> Launch:
-    """What writes the table of tiles. To be called with the offsets and the table."""
+    """The launch that writes the table of tiles. To be called with the offsets and the table."""
     pdl = device_limits(device).pdl
     return Launch(_group_tiles_kernel, 1, (T, G), (next_power_of_2(G), block_m, pdl), num_warps=4, pdl=pdl)
 
@@ -113,14 +113,14 @@ def product_launch(
 ) -> Launch:
     """The product of ``[T, K]`` and ``[G, N, K]`` of ``dtype``, for one dtype of the bias.
 
-    ``blocks``: that scales are of blocks. fp8 is taken as bytes, int8, where the device has no products of it.
-    To be called with a, b, the output, ``outputs(config)`` times, ``a_scale``, ``b_scale``, the bias, and the tiles.
+    ``blocks``: whether scales are of blocks. fp8 is passed as bytes, int8, where the device has no products of it. To
+    be called with a, b, the output, ``outputs(config)`` times, ``a_scale``, ``b_scale``, the bias, and the tiles.
     """
     limits = device_limits(device)
     tiles = max_tiles(T, G, config.block_m) * cdiv(N, config.block_n)
     slots = limits.num_sms * programs_per_sm(config, 1, limits)
     if config.schedule == "specialized":
-        # A program takes all registers of a multiprocessor.
+        # A program takes all registers of an SM.
         return _hopper_launch(T, G, N, K, out_dtype, config, min(tiles, limits.num_sms), dtype, blocks)
     persistent = config.schedule == "persistent"
     decodes = dtype == FP8.storage and not limits.multiplies_fp8

@@ -1,6 +1,6 @@
-"""Grouped products of many rows with mxfp4 weights on Hopper: the tile, by rule, and launches.
+"""Grouped products of many rows with mxfp4 weights on Hopper: the choice of the tile, and launches.
 
-Rules were found on one H200 (docs/performance.md); nothing is timed.
+The rules were fitted to measurements on one H200 (docs/performance.md); nothing is timed at run time.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from qgemm.kernels.stored_form import BLOCK_BYTES
 from qgemm.numerics.integers import cdiv
 
 PANEL = 64  # values of a row of A that are copied at a time
-MIN_MANY_ROWS = 96  # of a group, on average: its unpacked weight is used often enough
+MIN_MANY_ROWS = 96  # of a group, on average: from there on its unpacked weight is used often enough
 
 
 @dataclass(frozen=True)
 class ManyTokens:
-    """A tile for ``_grouped_weight_hopper_kernel``, 128 rows of the weight times up to ``columns`` rows of A."""
+    """A tile for ``_grouped_weight_hopper_kernel``: 128 rows of the weight by up to ``columns`` rows of A."""
 
     columns: int
     narrowest: int
-    """The fewest columns of an instruction, for tiles with fewer rows."""
+    """The minimum number of columns of an instruction, for tiles with fewer rows."""
     a_depth: int
-    """Slots for blocks of A, 64 columns each."""
+    """The number of slots for blocks of A, 64 columns each."""
     w_depth: int
-    """Slots for blocks of the weight."""
+    """The number of slots for blocks of the weight."""
     part: int = 64
-    """Rows of A in one load."""
+    """The number of rows of A in one load."""
     registers: int = 232
-    """Of a thread that multiplies."""
+    """Registers per thread that multiplies."""
     group_size_m: int = 8
-    """Tiles of A's rows that are computed together."""
+    """How many tiles of A's rows are computed together."""
 
 
 def select_many_tokens(P: int, E: int) -> ManyTokens | None:
-    """The tile for ``P`` rows that go to ``E`` experts at random; None where there are too few."""
+    """The tile for ``P`` rows that go to ``E`` experts at random; None if there are too few rows."""
     return ManyTokens(128, 32, 8, 3) if rows_of_group(P, E) > MIN_MANY_ROWS else None
 
 
@@ -55,8 +55,8 @@ def many_tokens_launch(
 ) -> Launch:
     """The product of ``[P, K]`` and ``[E, N, K]``, for tiles of ``columns`` rows.
 
-    To be called with the rows, the weight as uint16, the output twice, exponents as uint16, biases and the tiles. K: a
-    multiple of 64.
+    To be called with the rows, the weight as uint16, the output twice, exponents as uint16, biases and the tiles. K
+    must be a multiple of 64.
     """
     from qgemm.kernels.grouped.weight_hopper_kernels import _grouped_weight_hopper_kernel
     from qgemm.kernels.stages.ring import block_layout

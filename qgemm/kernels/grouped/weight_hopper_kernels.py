@@ -1,12 +1,12 @@
-"""Grouped products of many rows with fp4 weights and powers of 2 for 32 values (mxfp4), as they are stored, on Hopper.
+"""Grouped products of many rows with stored mxfp4 weights (fp4, a power of 2 per 32 values) on Hopper, in Gluon.
 
-Tiles have 128 rows of a group's weight and up to ``columns`` rows of A (``GroupTiles``). TMA fills two rings, one with
-packed blocks of the weight, one with A. Each of two groups of four warps unpacks 64 rows into the registers from which
-``wgmma`` takes its first operand, so a weight is unpacked once for all rows of a tile. A tile with fewer rows takes
-narrower instructions, and loads fewer rows.
+A tile has 128 rows of a group's weight and up to ``columns`` rows of A (``GroupTiles``). TMA fills two rings: one with
+packed blocks of the weight, one with A. Two groups of four warps each unpack 64 rows of the weight into the registers
+from which ``wgmma`` reads its first operand, so a weight is unpacked once for all rows of a tile. A tile with fewer
+rows uses narrower instructions and loads fewer rows.
 
-To TMA all groups' weights are one matrix. What a tile loads beyond its rows, or its group's weight, isn't stored: full
-blocks of 64 rows are stored by TMA, others by threads.
+To TMA, all groups' weights are one matrix. What a tile loads beyond its rows, or beyond its group's weight, isn't
+stored. TMA stores full blocks of 64 rows, threads store others.
 """
 
 from triton.experimental import gluon
@@ -64,13 +64,13 @@ def _produce(A, W, tiles, a_slots, w_slots, a_full, a_empty, w_full, w_empty, N,
                     k = (block * PANELS + panel) * PANEL
                     load_block(A, [first + part * PART, k], full, to, pred=part < needed)
                 a_step += 1
-    # Earlier, programs of the next kernel would crowd onto the multiprocessors that happen to be free.
+    # If this came earlier, programs of the next kernel would crowd onto the SMs that happen to be free.
     gdc_launch_dependents()
 
 
 @gluon.jit
 def _load_exponents(pointers, block, last):
-    """A block's exponents, two in one: those of the panels of its first half, and of its second."""
+    """A block's exponents, two per value: those of the panels of its first half, then of its second."""
     exponents = ()
     for i in gl.static_range(4):
         exponents = exponents + (gl.load(pointers + gl.minimum(block * 4 + i, last)),)
@@ -79,7 +79,7 @@ def _load_exponents(pointers, block, last):
 
 @gluon.jit
 def _spread(two, LAYOUT: gl.constexpr):
-    """The two powers of 2 in each uint16 of ``two [64]``, for 16 words of a panel each: ``[64, 32]``."""
+    """The two powers of 2 in each uint16 of ``two [64]``, each repeated for 16 words of a panel: ``[64, 32]``."""
     pieces: gl.constexpr = gl.zeros([64, 32], gl.uint16, LAYOUT).reshape([64, 2, 16]).type.layout
     a, b = exponent_pairs(two)
     pair = gl.convert_layout(gl.join(a, b), gl.SliceLayout(2, pieces), assert_trivial=True)
@@ -93,7 +93,7 @@ def _sums(
     scale, group, col, a_slots, w_slots, a_full, a_empty, w_full, w_empty, w_step, a_step, num_blocks, N, K,
     TILE: gl.constexpr, WHO: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """``[64, WIDTH]``: sums of a tile."""
+    """A tile's sums ``[64, WIDTH]``, and the next steps: ``(sums, w_step, a_step)``."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     wl: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     pl: gl.constexpr = gl.DotOperandLayout(0, mma, 1)
@@ -122,8 +122,8 @@ def _sums(
                 mbarrier.wait(a_full.index(slot), (a_step + panel) // TILE.a_depth & 1)
                 a = a_slots.index(slot).slice(0, WIDTH).permute((1, 0))
                 acc = warpgroup_mma(values[panel], a, acc, is_async=True)
-            # Registers of the weight are written again only when all products have read them: assemblers before
-            # CUDA 13.3 may move them too early.
+            # Registers of the weight are rewritten only when all products have read them. Assemblers before CUDA 13.3
+            # may move the writes too early.
             for panel in gl.static_range(2):
                 acc = warpgroup_mma_wait(1 - panel, deps=(acc,))
                 mbarrier.arrive(a_empty.index((a_step + panel) % TILE.a_depth), count=1)
@@ -135,7 +135,7 @@ def _sums(
 
 @gluon.jit
 def _store(C_map, C, staging, values, first, end, col, N):
-    """Stores ``values [64, rows]``, of columns of C from ``col`` on and its rows from ``first`` to ``end``."""
+    """Stores ``values [64, rows]`` to the columns of C from ``col`` on and its rows from ``first`` to ``end``."""
     ROWS: gl.constexpr = staging.shape[0]
     if values.shape[1] > ROWS:
         HALF: gl.constexpr = values.shape[1] // 2
@@ -165,7 +165,7 @@ def _consume_tile(
     staging, w_step, a_step, num_blocks, N, K, TILE: gl.constexpr, WHO: gl.constexpr,
     WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """One tile with at most ``WIDTH`` rows of A, or fewer by narrower instructions."""
+    """One tile with at most ``WIDTH`` rows of A; if it has few rows, with narrower instructions."""
     if TILE.narrowest < WIDTH and end - first <= WIDTH // 2:
         w_step, a_step = _consume_tile(
             C_map, C, scale, bias, group, first, end, col, a_slots, w_slots, a_full, a_empty, w_full,
@@ -215,8 +215,8 @@ def _grouped_weight_hopper_kernel(
 ):  # fmt: skip
     """``A``, ``W``, ``C_map``: tensor maps of ``[T, K]``, the stored weights ``[G * N, words]`` and ``C [T, N]``.
 
-    ``scale [G, N, K / 64]``: uint16, the exponents of two powers of 2 each. ``bias [G, N]`` or None. ``tiles``: what
-    ``write_tiles`` wrote for tiles of ``columns`` rows.
+    ``scale [G, N, K / 64]``: uint16, each with the exponents of two powers of 2. ``bias [G, N]`` or None. ``tiles``:
+    the table from ``write_tiles`` for tiles of ``columns`` rows.
     """
     ctx = GemmContext(TILE.columns, 128, PANEL, NUM_SMS, 1, TILE.group_size_m)
     a_slots = gl.allocate_shared_memory(A.dtype, [TILE.a_depth, TILE.columns, PANEL], A.layout)
@@ -228,7 +228,7 @@ def _grouped_weight_hopper_kernel(
     initialize(a_empty, TILE.a_depth, 2)
     initialize(w_empty, TILE.w_depth, 2)
     staging = gl.allocate_shared_memory(C_map.dtype, [2, C_map.block_shape[0], 64], C_map.layout)
-    # Constants stay constants only in tuples that are written here.
+    # Constants stay constants only in tuples that are written out here.
     gl.warp_specialize(
         [
             (

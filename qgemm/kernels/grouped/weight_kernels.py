@@ -1,10 +1,10 @@
-"""Grouped products of float rows with weights of 4 and 8 bits, as they are stored: device code for any GPU.
+"""Grouped products of float rows with stored 4- and 8-bit weights: device code for any GPU.
 
 ``C[m] = A[m] @ W[g].T + bias[g]`` for the group ``g`` of row ``m``, where ``W = (q - z) * s``. Tiles come from the
-table that ``write_tiles`` wrote. A piece of the weight is unpacked in registers. From there it goes to the tensor
-cores: with few rows of A directly, with many through shared memory, where Hopper's instructions read it.
+table of ``write_tiles``. A piece of the weight is unpacked in registers. With few rows of A, the tensor cores read it
+from there; with many, it goes through shared memory, from which Hopper's instructions read it.
 
-A value times its scale is rounded to the dtype of A once, which for powers of two changes nothing; sums are float32.
+A value times its scale is rounded once, to the dtype of A, which changes nothing for powers of two. Sums are float32.
 """
 
 import triton
@@ -17,7 +17,7 @@ from qgemm.kernels.stages.aggregate import INTERPRETING
 from qgemm.kernels.stages.epilogue import biased, product, rounded
 from qgemm.kernels.stages.unpack import scale_value, unpack, widen
 
-HALF = tl.constexpr(128)  # of a packed block: how far apart in K the two values of a byte are
+HALF = tl.constexpr(128)  # of a packed block: the distance in K of the two values of a byte
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _grouped_weight_kernel(
 ):  # fmt: skip
     """``A [T, K]``, ``W [G, N, bytes]``, ``C [T, N]``, ``scale`` and ``zero_point [G, N, groups]``, ``bias [G, N]``.
 
-    ``global_scale``: float32 ``[G, 2]``, a factor and a divisor. The last four may be None, all are contiguous.
+    ``global_scale``: float32 ``[G, 2]``, a factor and a divisor. The last four may be None; all are contiguous.
     ``FORM``: a ``StoredForm``. ``CONFIG``: a ``WeightConfig``.
     """
     if PDL:
@@ -59,7 +59,7 @@ def _grouped_weight_kernel(
 
 @triton.jit
 def _sums(A, W, scale, zero_point, n, first, end, K, FORM: tl.constexpr, CONFIG: tl.constexpr):
-    """``[block_m, block_n]`` of A's rows from ``first`` to ``end`` and the weight's rows ``n``."""
+    """The sums ``[block_m, block_n]`` of A's rows from ``first`` to ``end`` and the weight's rows ``n``."""
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     PIECE: tl.constexpr = CONFIG.piece
@@ -71,7 +71,7 @@ def _sums(A, W, scale, zero_point, n, first, end, K, FORM: tl.constexpr, CONFIG:
     if FORM.bits == 4:
         w_rows = W + n[:, None] * (tl.cdiv(K, 2 * HALF) * HALF) + j[None, :]
         rest = tl.minimum(K % (2 * HALF), HALF)
-        # Scales are loaded a step ahead: they are too short to be copied without waiting.
+        # Scales are loaded a step ahead: they are too short to be copied asynchronously.
         low_factors = _load_factors(scale, zero_point, n, K * 0, K, FORM, PIECE)
         high_factors = _load_factors(scale, zero_point, n, K * 0 + HALF, K, FORM, PIECE)
         for piece in range(K // (2 * HALF) * (HALF // PIECE) + tl.cdiv(rest, PIECE)):
@@ -97,18 +97,18 @@ def _sums(A, W, scale, zero_point, n, first, end, K, FORM: tl.constexpr, CONFIG:
 
 @triton.jit
 def _first_value(piece, PIECE: tl.constexpr):
-    """Where in K the low values of a piece of packed bytes begin."""
+    """The first place in K of the low values of a piece of packed bytes."""
     start = piece * PIECE
     return tl.multiple_of(start // HALF * (2 * HALF) + start % HALF, PIECE)
 
 
 @triton.jit
 def _add(acc, values, factors, x_rows, k, K, FORM: tl.constexpr, PIECE: tl.constexpr):
-    """``acc`` plus the product of unscaled values of columns from ``k`` on with those of the rows of A."""
+    """``acc`` plus the product of unscaled values of columns from ``k`` on with those columns of the rows of A."""
     x = tl.load(x_rows + k, mask=(k + tl.arange(0, PIECE) < K)[None, :], other=0.0)
     values = tl.trans(_scaled(values, factors, FORM, PIECE))
     if INTERPRETING:
-        # The interpreter's dot takes bfloat16 values for the integers that hold them.
+        # The interpreter's dot multiplies the integers that hold bfloat16 values instead of the values.
         return tl.dot(x.to(tl.float32), values.to(tl.float32), acc)
     else:
         return tl.dot(x, values, acc)
@@ -116,7 +116,7 @@ def _add(acc, values, factors, x_rows, k, K, FORM: tl.constexpr, PIECE: tl.const
 
 @triton.jit
 def _load_factors(scale, zero_point, n, k, K, FORM: tl.constexpr, PIECE: tl.constexpr):
-    """The stored scales, and zero points if there are any, of columns ``k`` to ``k + PIECE``; any ones beyond K."""
+    """The stored scales, and zero points if any, of columns ``k`` to ``k + PIECE``; beyond K they may be anything."""
     GROUP: tl.constexpr = FORM.group
     if GROUP == 0:
         at = n
@@ -139,7 +139,7 @@ def _load_factors(scale, zero_point, n, k, K, FORM: tl.constexpr, PIECE: tl.cons
 
 @triton.jit
 def _scaled(values, factors, FORM: tl.constexpr, PIECE: tl.constexpr):
-    """``(q - z) * s`` of values ``[rows, PIECE]`` of the columns that ``factors`` are of."""
+    """``(q - z) * s`` of values ``[rows, PIECE]``, in the columns that ``factors`` belong to."""
     GROUP: tl.constexpr = FORM.group
     scale = factors[0]
     zero_point = factors[1] if len(factors) == 2 else None
@@ -157,7 +157,7 @@ def _scaled(values, factors, FORM: tl.constexpr, PIECE: tl.constexpr):
 
 @triton.jit
 def _times(values, raw, zero_point, FORM: tl.constexpr):
-    """``(values - zero_point) * scale``, rounded once; ``raw``: scales as they are stored."""
+    """``(values - zero_point) * scale``, rounded once. ``raw``: the scales as they are stored."""
     if zero_point is not None:
         values = _minus(values, zero_point)
     if FORM.group == 0:
@@ -173,7 +173,7 @@ def _times(values, raw, zero_point, FORM: tl.constexpr):
 
 @triton.jit
 def _minus(values, zero_point):
-    """Whole numbers, of which both types hold more."""
+    """``values - zero_point``, exactly: both types hold larger integers."""
     if INTERPRETING:
         return rounded(values.to(tl.float32) - zero_point.to(tl.float32), values.dtype)
     else:

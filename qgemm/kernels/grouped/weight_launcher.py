@@ -1,4 +1,4 @@
-"""Launches of grouped products with weights of 4 and 8 bits, and which tile they run with."""
+"""Launches of grouped products with 4- and 8-bit weights, and the choice of their tile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qgemm.numerics.integers import cdiv
 
 @dataclass(frozen=True)
 class WeightConfig:
-    """A tile of ``block_m`` rows of A by ``block_n`` rows of the weight, of which ``piece`` bytes are a step."""
+    """A tile of ``block_m`` rows of A by ``block_n`` rows of the weight, which are read ``piece`` bytes at a step."""
 
     block_m: int
     block_n: int
@@ -27,18 +27,18 @@ class WeightConfig:
     group_size_m: int = 8
 
     def shared_memory(self, bits: int) -> int:
-        """Bytes that the steps on their way take."""
+        """The bytes of shared memory that the pipeline's steps take."""
         return self.num_stages * self.piece * (self.block_n + self.block_m * 2 * (8 // bits))
 
 
-# By the rows of a group, up to so many; what fits in shared memory comes first.
+# By the maximum number of rows of a group; the first config that fits in shared memory is used.
 BY_ROWS: tuple[tuple[float, tuple[WeightConfig, ...]], ...] = (
     (12, (WeightConfig(16, 64, 128, 4, 4), WeightConfig(16, 64, 64, 4, 2))),
     (40, (WeightConfig(32, 64, 128, 4, 3), WeightConfig(32, 64, 64, 4, 2))),
     (96, (WeightConfig(64, 128, 64, 4, 3), WeightConfig(64, 64, 64, 4, 2))),
     (float("inf"), (WeightConfig(128, 128, 32, 8, 4), WeightConfig(128, 64, 64, 4, 3), WeightConfig(64, 64, 64, 4, 2))),
 )
-# Two programs on a multiprocessor: one unpacks while the other multiplies.
+# Two programs per SM: one unpacks while the other multiplies.
 HOPPER = WeightConfig(128, 128, 32, 4, 4)
 
 
@@ -53,7 +53,7 @@ def select_weight_config(T: int, G: int, form: StoredForm, device: torch.device)
 
 
 def fits(config: WeightConfig, form: StoredForm, limits: DeviceLimits) -> bool:
-    """Whether the device has the shared memory."""
+    """Whether the device has enough shared memory for it."""
     return config.shared_memory(form.bits) <= limits.shared_memory
 
 

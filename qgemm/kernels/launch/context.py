@@ -1,8 +1,8 @@
-"""CUDA's driver, through ctypes, and the context that a thread needs for its functions.
+"""CUDA's driver, through ctypes, and the context that a thread needs to call its functions.
 
-The driver works in the context that is current in the calling thread. PyTorch makes a device's primary context current
-when a thread first has it do something on a device; taking memory from PyTorch's cache, or asking for a stream, is not
-enough. So a thread whose first call on a GPU is one of this package's has none, and the driver says so.
+The driver works in the calling thread's current context. PyTorch makes a device's primary context current when a thread
+first does work on the device through it. Allocating from PyTorch's cache or asking for a stream isn't enough. So if a
+thread's first call on a GPU is one of this package's, the thread has no context, and the driver returns an error.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 @functools.cache
 def libcuda() -> ctypes.CDLL:
     """CUDA's driver."""
-    # Not PyDLL, which would hold the GIL: the driver waits while a stream's queue is full, and the device may be
-    # waiting for another thread.
+    # PyDLL would hold the GIL while the driver waits for room in a stream's queue, and the device may be waiting for
+    # another thread.
     library = ctypes.CDLL("libcuda.so.1")
     library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     return library
 
 
 def in_context(call: Callable[[], int]) -> int:
-    """What ``call``, of a function of the driver, returns; in a thread without a context once there is one."""
+    """The result of ``call``, which calls the driver; without a context, the thread gets one and tries again."""
     error = call()
     if error == INVALID_CONTEXT:
         bind_context()
@@ -36,7 +36,7 @@ def in_context(call: Callable[[], int]) -> int:
 
 
 def bind_context() -> None:
-    """Makes the primary context of PyTorch's current device this thread's."""
+    """Makes the primary context of PyTorch's current device current in this thread."""
     context = ctypes.c_void_p()
     libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
     libcuda().cuCtxSetCurrent(context)

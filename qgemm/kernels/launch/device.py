@@ -1,4 +1,4 @@
-"""``DeviceLimits``: what bounds a kernel on a device. It knows no operation."""
+"""``DeviceLimits``: the limits that a device sets for kernels, independent of any operation."""
 
 import functools
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What bounds a kernel on one device: counts and bytes, per multiprocessor (compute unit on AMD)."""
+    """The limits of one device: counts and bytes, per SM (compute unit on AMD)."""
 
     num_sms: int
     shared_memory: int
@@ -16,19 +16,19 @@ class DeviceLimits:
     warp_size: int = 32
     num_xcds: int = 1
     hopper: bool = False
-    """Whether it has ``wgmma`` and the copy engine that goes with it: compute capability 9.0."""
+    """Whether it has ``wgmma`` and TMA: compute capability 9.0."""
     hopper_rows: int = 16
-    """The fewest that a block of A has in Hopper's kernel, where instructions read 64."""
+    """The minimum number of rows of a block of A in Hopper's kernel, whose instructions read 64."""
     pdl: bool = False
     """Whether it has programmatic dependent launch: compute capability 9.0 and later."""
     rounds_fp8: bool = False
     """Whether an instruction rounds to e4m3: compute capability 8.9 and later."""
     multiplies_fp8: bool = False
-    """Whether Triton has products of e4m3 there: the same, and CDNA 3 and 4."""
+    """Whether Triton has products of e4m3 on it: compute capability 8.9 and later, and CDNA 3 and 4."""
 
 
 INTERPRETER = DeviceLimits(num_sms=4, shared_memory=232_448)
-"""Stands for a device where kernels are interpreted on the CPU."""
+"""Used where kernels are interpreted on the CPU."""
 
 _CUS_PER_XCD = {"gfx942": 38, "gfx950": 32}
 
@@ -56,7 +56,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 def hopper_rows() -> int:
-    """Triton 3.8 has no views for blocks of fewer rows: see ``Ring.rows_to_multiply``."""
+    """``DeviceLimits.hopper_rows``. Triton 3.8 has no views for smaller blocks: see ``Ring.rows_to_multiply``."""
     import triton
 
     return 64 if triton.__version__.startswith("3.8.") else 16

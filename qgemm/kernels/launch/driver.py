@@ -1,13 +1,13 @@
 """``DriverLaunch``: a compiled kernel run by CUDA's driver itself, ``cuLaunchKernelEx`` through ctypes.
 
-Triton's launcher asks the driver about every pointer and parses every argument at each call. Nearly all of that is the
-same each time, so here the memory that the driver reads is laid out once, and a call writes into it only what changes:
-the stream and the pointers, or the tensor maps of what they point to. PyTorch hands out the same addresses again and
-again, so those bytes are kept too.
+At each call, Triton's launcher asks the driver about every pointer and parses every argument. Nearly all of that is the
+same each time. So the memory that the driver reads is laid out once here, and a call only writes what changes: the
+stream, and the pointers or the tensor maps of what they point to. PyTorch hands out the same addresses again and again,
+so those bytes are kept, too.
 
-A kernel compiled by Triton takes the arguments that are left at run time, in order, then two pointers to scratch
-memory, which are null where it needs none. A tensor descriptor becomes a tensor map (``tensor_map.py``), then the
-shape in 32 bits a number, then the strides in 64.
+A kernel compiled by Triton has those arguments that are left at run time, in order, then two pointers to scratch
+memory, which are null if it needs none. A tensor descriptor becomes a tensor map (``tensor_map.py``), followed by the
+shape, 32 bits per number, and the strides, 64 bits per number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qgemm.kernels.launch.context import in_context, libcuda
 from qgemm.kernels.launch.tensor_map import EncodedMaps
 
 MAX_PACKED_ARGUMENTS = 512  # sets of arguments that a launch keeps
-MAX_SHARED_MEMORY_BYTES = 227 * 1024  # bytes; more than any device of today has takes an attribute that isn't set here
+MAX_SHARED_MEMORY_BYTES = 227 * 1024  # as of any device today; more would need an attribute that isn't set here
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
 _INTEGERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 
@@ -53,7 +53,7 @@ class _Attribute(ctypes.Structure):
 
 
 class Program(NamedTuple):
-    """What all launches have in common."""
+    """What all launches of a kernel have in common."""
 
     function: int
     """The ``CUfunction``."""
@@ -62,12 +62,12 @@ class Program(NamedTuple):
     shared_memory: int
     pdl: bool
     arguments: tuple[bytes | EncodedMaps | None, ...]
-    """For each run-time argument its bytes; None for a pointer; for a tensor map, the maps by pointer."""
+    """For each run-time argument: its bytes, None for a pointer, or the maps by pointer for a tensor map."""
     cluster: int = 1
-    """How many programs in a row start together on multiprocessors beside one another."""
+    """How many consecutive programs start together, on neighbouring SMs."""
 
     def config(self) -> tuple[_Config, ctypes.Array[_Attribute]]:
-        """What ``cuLaunchKernelEx`` takes but for the stream, and the attributes that it points to."""
+        """The arguments of ``cuLaunchKernelEx`` except the stream, and the attributes that they point to."""
         attributes = []
         if self.pdl:
             attributes.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,)))
@@ -82,7 +82,7 @@ class Program(NamedTuple):
 
 
 class DriverLaunch:
-    """``program``, to be called with a stream and pointers."""
+    """A launch of ``program``, to be called with a stream and pointers."""
 
     def __init__(self, program: Program, launch: Callable[..., int]) -> None:
         """``launch``: ``cuLaunchKernelEx``."""
@@ -114,13 +114,13 @@ class DriverLaunch:
 
 
 class _Block(threading.local):
-    """The memory that the driver reads, laid out anew in each thread that launches.
+    """The memory that the driver reads; each thread that launches has its own.
 
-    The driver has copied it when ``cuLaunchKernelEx`` returns; until then no other launch may write into it.
+    The driver has copied it when ``cuLaunchKernelEx`` returns. Until then, no other launch may write to it.
     """
 
     def __init__(self, program: Program, launch: Callable[..., int]) -> None:
-        # What changes comes first, so that one assignment writes it.
+        # What changes comes first, so that one assignment writes all of it.
         changing = [argument for argument in program.arguments if not isinstance(argument, bytes)]
         fixed = [argument.ljust(8, b"\0") for argument in program.arguments if isinstance(argument, bytes)]
         size = struct.calcsize(_format(changing))
@@ -136,23 +136,23 @@ class _Block(threading.local):
             else:
                 addresses.append(start + offset)
                 offset += struct.calcsize(_format([argument]))
-        scratch = start + fixed_offset  # where null is
+        scratch = start + fixed_offset  # where the null is
         parameters = (ctypes.c_void_p * (len(addresses) + 2))(*addresses, scratch, scratch)
         config, attributes = program.config()
         self._kept_alive = parameters, attributes
-        # Pointers made beforehand: ctypes would make them of numbers at each call.
+        # Pointers are made beforehand: ctypes would make them from numbers at each call.
         addresses_of = [ctypes.c_void_p(ctypes.addressof(part)) for part in (config, parameters)]
         prepared = functools.partial(launch, addresses_of[0], ctypes.c_void_p(program.function), addresses_of[1], None)
         self.parts = config, memoryview(memory).cast("B")[:size], prepared
 
 
 def _format(changing: Sequence[EncodedMaps | None]) -> str:
-    """Of ``struct``, for what a call brings. A tensor map needs no alignment here: the driver copies it."""
+    """The format for ``struct`` of a call's values. A tensor map needs no alignment here: the driver copies it."""
     return "<" + "".join("Q" if maps is None else "128s" for maps in changing)
 
 
 def _takes(function: int, arguments: Sequence[bytes | EncodedMaps | None]) -> bool:
-    """Whether the driver, too, says that the kernel has these arguments, by their sizes, and two pointers."""
+    """Whether the driver agrees that the kernel has arguments of these sizes, and two pointers."""
     sizes = [len(each) if isinstance(each, bytes) else struct.calcsize(_format([each])) for each in arguments]
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     found = []
@@ -167,7 +167,7 @@ def _takes(function: int, arguments: Sequence[bytes | EncodedMaps | None]) -> bo
 
 
 def _run_at_once(program: Program) -> bool:
-    """Whether the device has room for all clusters of ``program`` at a time."""
+    """Whether the device has room for all clusters of ``program`` at the same time."""
     clusters = ctypes.c_int()
     config, _attributes = program.config()
     ask, function = libcuda().cuOccupancyMaxActiveClusters, ctypes.c_void_p(program.function)
@@ -176,11 +176,11 @@ def _run_at_once(program: Program) -> bool:
 
 
 def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any], cluster: int = 1) -> DriverLaunch | None:
-    """A ``DriverLaunch`` of what Triton has compiled for ``arguments`` and loaded; None if only Triton knows how.
+    """A ``DriverLaunch`` of what Triton has compiled for ``arguments`` and loaded; None if only Triton can launch it.
 
-    That is so on other devices than NVIDIA's, for kernels that need scratch memory, clusters or a cooperative grid, and
-    where a version of Triton says something that isn't known here. ``cluster``: see ``Program``; without effect unless
-    all clusters run at once, since those left over would run after the others.
+    That is so on devices other than NVIDIA's, for kernels that need scratch memory, clusters or a cooperative grid, and
+    for versions of Triton whose metadata isn't known here. ``cluster``: see ``Program``. It has no effect unless all
+    clusters run at once: otherwise the last clusters would run after the others.
     """
     try:
         metadata = compiled.metadata
@@ -210,7 +210,7 @@ def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any], cluster: i
 def _run_time_arguments(
     signature: Mapping[str, str], arguments: Sequence[Any], maps_metadata: Sequence[Mapping[str, Any]] | None
 ) -> tuple[bytes | EncodedMaps | None, ...]:
-    """As ``Program.arguments``. Triton's signature has "constexpr" where a value is compiled in: ones and None too."""
+    """``Program.arguments``. Triton's signature has "constexpr" for compiled-in values, which include ones and None."""
     out: list[bytes | EncodedMaps | None] = []
     metadata_left = list(maps_metadata or ())
     for kind, value in zip(signature.values(), arguments, strict=True):

@@ -1,9 +1,9 @@
-"""``Launch``: a kernel with everything bound but its tensors, cheap on the host to run again.
+"""``Launch``: a kernel with everything but its tensors bound, so that running it again costs the host little.
 
-Triton's own launch binds arguments by name and works out what to specialize for on every call: about 25 us on the host,
-longer than many of these kernels run. The functions that launch kernels make one ``Launch`` for every combination of
-sizes, strides and dtypes, and keep it. At the first call Triton compiles the kernel. The driver runs it
-(``driver.py``), or where that can't be, Triton's launcher for it.
+At every call, Triton's own launch binds arguments by name and works out what to specialize for. That takes about 25 us
+on the host, longer than many of these kernels run. The functions that launch kernels make one ``Launch`` for every
+combination of sizes, strides and dtypes, and keep it. At the first call, Triton compiles the kernel. It is run by the
+driver (``driver.py``) or, where that is impossible, by Triton's launcher.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from qgemm.kernels.stages import INTERPRETING
 
 ALIGNMENT = 16  # bytes; Triton compiles a variant for every combination of pointers that are multiples of it
 MAX_ROWS_TO_OVERLAP = 64
-"""Up to so many rows, the kernel that follows may start before these are made, to load its weights meanwhile.
+"""Up to this many rows, the next kernel may start before these are computed, to load its weights meanwhile.
 
-0.5 to 2 us less for a product and what quantizes its rows, on an H200. With more rows, Hopper's products may too
-(``hopper.starts_early``); others weren't tried.
+It saves 0.5 to 2 us in a product and the quantization of its rows, on an H200. Hopper's products may also do so with
+more rows (``hopper.starts_early``); for others that wasn't tried.
 """
 _RUNTIME = triton.knobs.runtime
 
@@ -32,8 +32,8 @@ _RUNTIME = triton.knobs.runtime
 class Launch:
     """``grid`` programs of ``kernel(*tensors, *numbers, *constants)``, to be called with the tensors.
 
-    The dtypes of the tensors, which of them are None, and their device must be the same for every call. Threads may
-    share one.
+    The dtypes of the tensors, which of them are None, and their device must be the same for every call. Several threads
+    may share a ``Launch``.
     """
 
     def __init__(
@@ -49,19 +49,21 @@ class Launch:
         max_registers: int | None = None,
         cluster: int = 1,
     ) -> None:
-        """``numbers``: run-time arguments. ``constants``: compile-time ones. ``maps``: of tensors that the kernel takes
-        as a tensor map, by position. ``max_registers``: of a thread; None leaves it to the compiler.
+        """``numbers``: run-time arguments. ``constants``: compile-time ones.
 
-        ``cluster``: so many programs in a row had better start together, beside one another (``DriverLaunch``).
+        ``maps``: the maps of tensors that the kernel gets as a tensor map, by position. ``max_registers``: per thread;
+        None leaves it to the compiler.
 
-        ``pdl``: programmatic dependent launch. The kernel may start before the one ahead of it in the stream has ended,
-        so it must wait (``tl.extra.cuda.gdc_wait()``) before it reads what that one writes, or writes what it reads.
-        Weights don't change, and are read before. Without effect on devices that have no such thing.
+        ``cluster``: this many consecutive programs should start together, on neighbouring SMs (``DriverLaunch``).
+
+        ``pdl``: programmatic dependent launch. The kernel may start before the preceding one in the stream has ended,
+        so it must wait (``tl.extra.cuda.gdc_wait()``) before it reads what that one writes, or writes what that one
+        reads. Weights don't change and may be read before. No effect on devices without it.
         """
         self.kernel = kernel
         self._grid = grid
         self._rest = (*numbers, *constants)
-        # Without fused multiply-adds an epilogue rounds as the reference does: the same bits on every device.
+        # Without fused multiply-adds, an epilogue rounds like the reference: the same bits on every device.
         self._options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
         if max_registers is not None:
             self._options["maxnreg"] = max_registers
@@ -70,9 +72,10 @@ class Launch:
         self._cluster = cluster
         self._variants: dict[int, _Variant] = {}
         self.aligned: DriverLaunch | None = None
-        """For pointers that are all multiples of ``ALIGNMENT``, on the current device, unless ``hooked()``.
+        """The driver's launch: on the current device, for pointers that are multiples of ``ALIGNMENT``.
 
-        None before the first call with such tensors, and where only Triton can launch the kernel.
+        Not to be used while ``hooked()``.
+        None before the first call with such tensors, and if only Triton can launch the kernel.
         """
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -100,7 +103,7 @@ class Launch:
     def _load(self, tensors: tuple[Tensor | None, ...]) -> "_Variant":
         """Compiles the kernel for these tensors and loads it on the current device."""
         compiled = self.compile(*tensors)
-        by_triton = compiled[(self._grid, 1, 1)]  # which loads it
+        by_triton = compiled[(self._grid, 1, 1)]  # this loads it
         return _Variant(driver_launch(compiled, self._grid, self._for_triton(tensors), self._cluster), by_triton)
 
     def compile(self, *tensors: Tensor | None) -> Any:
@@ -126,7 +129,7 @@ class _Variant(NamedTuple):
 
 
 def _alignment(pointers: Sequence[int]) -> int:
-    """Which pointers aren't multiples of ``ALIGNMENT``, a bit for each."""
+    """A bit for each pointer: whether it isn't a multiple of ``ALIGNMENT``."""
     merged = 0
     for pointer in pointers:
         merged |= pointer
@@ -137,9 +140,9 @@ def _alignment(pointers: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def _untold() -> Iterator[None]:
-    """Without whom Triton tells of compilations: it gives them constants as JSON first, which a config can't become.
+    """Without the hooks of Triton's compilations, which get constants as JSON: a config can't become JSON.
 
-    vLLM listens, once it has warmed up.
+    vLLM sets such hooks once it has warmed up.
     """
     told = _RUNTIME.jit_cache_hook, _RUNTIME.jit_post_compile_hook
     _RUNTIME.jit_cache_hook = _RUNTIME.jit_post_compile_hook = None
@@ -150,7 +153,7 @@ def _untold() -> Iterator[None]:
 
 
 def hooked() -> bool:
-    """Whether somebody, such as a profiler, wants Triton to tell of launches."""
+    """Whether anything, such as a profiler, has hooked into Triton's launches."""
     enter, exit_ = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
-    # Chains of hooks, unless somebody has put one function, or None, in their place.
+    # These are chains of hooks, unless somebody has replaced them by a function or None.
     return bool(getattr(enter, "calls", enter) or getattr(exit_, "calls", exit_))

@@ -1,9 +1,9 @@
-"""The plans of calls like those before: the one cache of them. A call finds its plan by guards, else by its kind.
+"""The plans of earlier calls, in the only cache of plans. A call finds its plan by guards, or else by its kind.
 
-A kind is all that a plan depends on: the operation, dtypes, devices, sizes and strides of the tensors. Asking each
-tensor of a linear layer for each of them takes the host 2 us, and asking what else might want to see the call
-(``ops.direct``) more than 1. PyTorch's own guards, those of ``torch.compile``, compare all of that in 0.3 us, and
-the thread's dispatch keys with it: autograd, subclasses, modes, transforms, autocast.
+A kind is everything that a plan depends on: the operation, and the dtypes, devices, sizes and strides of the tensors.
+Asking every tensor of a linear layer for all of these takes the host 2 us, and asking what else might need to see the
+call (``ops.direct``) takes more than 1 us. PyTorch's own guards, those of ``torch.compile``, compare all of that in 0.3
+us, together with the thread's dispatch keys: autograd, subclasses, modes, transforms, autocast.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 MAX_PLANS = 16_384
-MAX_SIZES = 4096  # of calls that are found by guards
-MAX_GUARDS = 8  # of calls of the same sizes
+MAX_SIZES = 4096  # how many different sizes calls that are found by guards may have
+MAX_GUARDS = 8  # for calls of the same sizes
 
 P = TypeVar("P")
-Run = Callable[..., Tensor | None]  # of what recall takes
+Run = Callable[..., Tensor | None]  # with the arguments of recall
 Key = tuple[Any, ...]
 
 
 class PlanCache(dict[tuple[object, ...], Any]):
-    """Plans by kind; what comes first in a kind says of which operation it is."""
+    """Plans by kind. The first entry of a kind tells the operation."""
 
     def keep(self, kind: tuple[object, ...], plan: P) -> P:
         """Keeps ``plan`` for calls of this kind."""
@@ -36,7 +36,7 @@ class PlanCache(dict[tuple[object, ...], Any]):
 plans = PlanCache()
 _guarded: dict[Key, list[tuple[Callable[..., bool], Any]]] = {}
 _PLAIN = {Tensor, torch.nn.Parameter}
-# Not public: without it nothing is ever found here.
+# Not public. Without it, nothing is ever found by guards.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
@@ -49,12 +49,12 @@ def recall(
     residual: Tensor | None = None,
     what: object = None,
 ) -> Run | None:
-    """What ``remember`` was given for such a call of a linear layer, if it concerns nobody but the operator itself.
+    """The function that ``remember`` got for such a call of a linear layer, if only the operator needs to see it.
 
-    ``other``: a tensor that some layers have beside these: a static scale of the input, zero points of the weight, or
-    steps of its scales. ``what``: what else the layers' kernels depend on.
+    ``other``: a tensor that only some layers have: a static scale of the input, zero points of the weight, or steps of
+    its scales. ``what``: everything else that the layers' kernels depend on.
     """
-    if type(x) not in _PLAIN:  # whose sizes may be symbols
+    if type(x) not in _PLAIN:  # its sizes may be symbols
         return None
     key = x.shape, weight.shape, bias is None, other is None, residual is None, what
     tensors = _given(x, weight, weight_scale, bias, other)
@@ -67,7 +67,7 @@ def find(key: Key, tensors: tuple[Tensor, ...]) -> Any:
 
     ``key``: shapes of some of them, and all that a call depends on beside them. The first one's class is a plain one.
     """
-    found = _guarded.get(key)
+    found = _guarded.get((torch.is_grad_enabled(), key))
     if (
         found is None
         or forward_ad._current_level >= 0
@@ -91,7 +91,7 @@ def remember(
     residual: Tensor | None = None,
     what: object = None,
 ) -> None:
-    """Keeps ``run`` for calls like this one, which concerns nobody but the operator itself."""
+    """Keeps ``run`` for calls like this one, which only the operator itself needs to see."""
     key = x.shape, weight.shape, bias is None, other is None, residual is None, what
     tensors = _given(x, weight, weight_scale, bias, other)
     keep(run, key, tensors if residual is None else (*tensors, residual))
@@ -99,18 +99,19 @@ def remember(
 
 def keep(run: Any, key: Key, tensors: tuple[Tensor, ...]) -> None:
     """Keeps ``run`` for ``find``."""
-    # With gradients on, a call with such a tensor concerns autograd.
-    if _Guards is None or any(tensor.requires_grad for tensor in tensors):
+    # Guards don't see whether gradients are on. If so, autograd needs to see a call with a tensor that requires them.
+    records = torch.is_grad_enabled()
+    if _Guards is None or (records and any(tensor.requires_grad for tensor in tensors)):
         return
     try:
         guard = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        if not guard(*tensors):  # one tensor in two places
+        if not guard(*tensors):  # the same tensor is in two places
             return
-    except (AttributeError, RuntimeError, SystemError, TypeError):  # those of another PyTorch
+    except (AttributeError, RuntimeError, SystemError, TypeError):  # from another version of PyTorch
         return
     if len(_guarded) >= MAX_SIZES:
         _guarded.clear()
-    found = _guarded.setdefault(key, [])
+    found = _guarded.setdefault((records, key), [])
     if len(found) >= MAX_GUARDS:
         found.clear()
     found.append((guard, run))

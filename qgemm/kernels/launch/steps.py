@@ -1,6 +1,7 @@
-"""``LaunchPlan``: kernels to launch one after the other, with named tensors: a call's own, and parts of one buffer.
+"""``LaunchPlan``: kernels to launch one after the other, with named tensors: the call's own, and parts of one buffer.
 
-All about such a call but its addresses is known beforehand, so a call adds up addresses and gives each kernel its own.
+Everything about such a call except its addresses is known beforehand, so a call only computes addresses and passes each
+kernel its own.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class Launchable(Protocol):
-    """A ``Launch``, or what can be called like one."""
+    """A ``Launch``, or anything that can be called like one."""
 
     @property
     def aligned(self) -> DriverLaunch | None:
-        """What takes the addresses alone; None where it must be called with tensors."""
+        """A launch that needs only addresses; None if it must be called with tensors."""
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Runs on the current stream of the first tensor's device."""
@@ -40,36 +41,36 @@ class Part(NamedTuple):
     dtype: torch.dtype
 
     def of(self, buffer: Tensor) -> Tensor:
-        """The tensor, of int8 ``buffer``."""
+        """The tensor as a view of int8 ``buffer``."""
         size = torch.Size(self.shape).numel() * self.dtype.itemsize
         return buffer[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
 class Step(NamedTuple):
-    """A launch, and which of a plan's tensors it takes, by index; None for one that isn't there."""
+    """A launch, and the indices of its arguments among a plan's tensors; None for an argument that is None."""
 
     launch: Launchable
     tensors: tuple[int | None, ...]
     pick: Callable[[Sequence[int]], tuple[int, ...]]
-    """Those that are there, of all."""
+    """Picks the arguments that aren't None from all of a plan's."""
 
     def run(self, every: Tensors) -> None:
-        """The launch with tensors, where addresses alone won't do; ``every``: all of the plan's."""
+        """Launches with tensors, if addresses alone can't be used. ``every``: all of the plan's tensors."""
         self.launch(*[None if index is None else every[index] for index in self.tensors])
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What calls of a kind have in common. Its tensors: those of the call, the output, and the parts of the buffer."""
+    """What calls of a kind have in common. Its tensors: a call's own, the output, and the parts of the buffer."""
 
     device: int | None
     buffer: int
-    """Bytes."""
+    """The number of bytes."""
     parts: tuple[Part, ...]
     steps: tuple[Step, ...]
 
     def run(self, tensors: Tensors) -> Tensor:
-        """The output, of the shape and dtype of the first of ``tensors``, contiguous; zeros if there are no steps."""
+        """The output, contiguous, with the shape and dtype of the first of ``tensors``; zeros without steps."""
         x = tensors[0]
         assert x is not None
         if not self.steps:
@@ -77,10 +78,10 @@ class LaunchPlan:
         if x.is_cuda and self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
                 return self.run(tensors)
-        # Weights always are; the others are small.
+        # Weights are always contiguous; the others are small.
         tensors = tuple(t if t is None or t.is_contiguous() else t.contiguous() for t in tensors)
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        # What the driver's launches of a plan aren't made for.
+        # Whether the plan's launches by the driver can't be used.
         unusual = not x.is_cuda or hooked() or any(address % ALIGNMENT for address in addresses)
         launches = [step.launch.aligned for step in self.steps]
         if unusual or None in launches:
@@ -106,18 +107,18 @@ class LaunchPlan:
 
 
 class Layout:
-    """Lays out the parts of a buffer by name; those with one ``place`` share its memory."""
+    """Lays out the parts of a buffer by name. Parts with the same ``place`` share its memory."""
 
     def __init__(self) -> None:
         """A buffer without parts."""
         self._parts: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
 
     def add(self, name: str, place: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """A part, ``shape`` of ``dtype``, at ``place``."""
+        """Adds a part, ``shape`` of ``dtype``, at ``place``."""
         self._parts[name] = (place, shape, dtype)
 
     def parts(self) -> tuple[int, dict[str, Part]]:
-        """The buffer's bytes, and its parts. Each place starts a cache line."""
+        """The size of the buffer in bytes, and its parts. Each place starts at a cache line."""
         sizes: dict[str, int] = {}
         for place, shape, dtype in self._parts.values():
             size = torch.Size(shape).numel() * dtype.itemsize
@@ -130,13 +131,13 @@ class Layout:
 
 
 class Names:
-    """The tensors of a plan by name, to make its steps of."""
+    """The names of a plan's tensors, from which its steps are made."""
 
     def __init__(self, names: Sequence[str], absent: set[str]) -> None:
-        """``names``: of all tensors, in order. ``absent``: which of them are None."""
+        """``names``: of all tensors, in order. ``absent``: the names of those that are None."""
         self._index = {name: None if name in absent else index for index, name in enumerate(names)}
 
     def step(self, launch: Launchable, *arguments: str) -> Step:
-        """``launch`` of the tensors that are called so."""
+        """A step that calls ``launch`` with the tensors of these names."""
         indices = tuple(self._index[name] for name in arguments)
         return Step(launch, indices, operator.itemgetter(*[index for index in indices if index is not None]))

@@ -1,13 +1,13 @@
-"""Tensor maps: what Hopper's copy engine (TMA) needs to know of a tensor, as arguments of kernels.
+"""Tensor maps: what TMA, Hopper's copy engine, needs to know about a tensor, as arguments of kernels.
 
-A map holds an address, a shape, strides, the shape of the blocks that are copied and how they are swizzled in shared
-memory, in 128 bytes that only the driver can write (``cuTensorMapEncodeTiled``) and that a kernel takes by value.
-Triton encodes one at every launch. A ``Launch`` knows everything but the address beforehand (``TensorMap``), so it
-keeps the maps that it has made by address (``EncodedMaps``): weights and the buffers that PyTorch hands out again and
-again are encoded once.
+A map is 128 bytes that only the driver can write (``cuTensorMapEncodeTiled``) and that a kernel gets by value. It holds
+an address, a shape, strides, the shape of the blocks that are copied, and how these are swizzled in shared memory.
+Triton encodes a map at every launch. A ``Launch`` knows everything except the address beforehand (``TensorMap``), so it
+keeps the maps that it has made, by address (``EncodedMaps``). Weights, and buffers that PyTorch hands out again and
+again, are encoded only once.
 
-For Triton's own launch the same argument is a ``TensorDescriptor``, of ``triton.tools`` or, with a layout, of Gluon.
-The compiler decides how blocks are swizzled and cut, and says so in its metadata.
+For Triton's own launch, the same argument is a ``TensorDescriptor``, from ``triton.tools`` or, with a layout, from
+Gluon. The compiler decides how blocks are swizzled and cut, and says so in its metadata.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from torch import Tensor
 
 from qgemm.kernels.launch.context import in_context
 
-MAX_MAPS = 1024  # kept for each argument
+MAX_MAPS = 1024  # kept per argument
 _BYTES, _ALIGNMENT = 128, 64  # of a CUtensorMap
 _NO_INTERLEAVE, _FILL_WITH_ZEROS = 0, 0
-_L2_PROMOTION_128B = 2  # as Triton has it
-# Triton numbers element types as PTX does; CUtensorMapDataType differs in these.
+_L2_PROMOTION_128B = 2  # as in Triton
+# Triton numbers element types like PTX; CUtensorMapDataType differs in these.
 _ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
-# Up to CUDA 13.1 the driver sets a bit that maps of fewer bytes must not have; CUTLASS and Triton 3.7 clear it too.
+# Up to CUDA 13.1, the driver sets a bit that maps of fewer bytes must not have; CUTLASS and Triton 3.7 clear it, too.
 _SMALL = 128 * 1024
 _LAST_DRIVER_WITH_SMALL_FLAW = 13010
 
 
 class TensorMap(NamedTuple):
-    """That a kernel takes a tensor as a map: by ``block``s of a tensor of ``shape``, padded with zeros.
+    """A kernel's argument that is a map of a tensor of ``shape``, read in ``block``s and padded with zeros.
 
-    The tensor's address must be a multiple of 16 bytes, and so must its strides but the last, which is 1. ``layout``: a
-    Gluon kernel's ``NVMMASharedLayout``, None for plain Triton.
+    The tensor's address must be a multiple of 16 bytes, and so must its strides except the last, which is 1.
+    ``layout``: the ``NVMMASharedLayout`` of a Gluon kernel; None for plain Triton.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class TensorMap(NamedTuple):
     layout: Any = None
 
     def descriptor(self, tensor: Tensor) -> Any:
-        """The argument for Triton's own launch; only the address and dtype of ``tensor`` count."""
+        """The argument for Triton's own launch. Only the address and dtype of ``tensor`` matter."""
         shape, strides, block = list(self.shape), list(self.strides), list(self.block)
         if self.layout is None:
             from triton.tools.tensor_descriptor import TensorDescriptor
@@ -57,18 +57,18 @@ class TensorMap(NamedTuple):
 
 
 class EncodedMaps:
-    """The maps of one argument of a compiled kernel, by address; encoded when first asked for."""
+    """The maps of one argument of a compiled kernel, by address, each encoded when it is first needed."""
 
     def __init__(self, descriptor: Any, metadata: Mapping[str, Any], libcuda: Any) -> None:
-        """``descriptor``: the argument as Triton took it. ``metadata``: what Triton made of it.
+        """``descriptor``: the argument that was passed to Triton. ``metadata``: what Triton made of it.
 
-        ``libcuda``: CUDA's driver through ctypes. Raises ``KeyError`` or ``ValueError`` if ``metadata`` says something
+        ``libcuda``: CUDA's driver through ctypes. Raises ``KeyError`` or ``ValueError`` if ``metadata`` has something
         that isn't known here.
         """
         if metadata["fp4_padded"] or metadata.get("is_im2col"):
             raise ValueError(f"a tensor map of this kind isn't known here: {metadata}")
         self._libcuda = libcuda
-        # CUDA counts dimensions from the innermost, and strides in bytes, but for the innermost: that is 1.
+        # CUDA counts dimensions from the innermost, and strides in bytes, without the innermost stride, which is 1.
         shape, strides = tuple(descriptor.shape[::-1]), tuple(descriptor.strides[-2::-1])
         rank, itemsize, element = len(shape), metadata["elem_size"], metadata["elem_type"]
         last = sum((size - 1) * stride for size, stride in zip(shape, (1, *strides), strict=True))

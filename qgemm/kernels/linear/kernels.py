@@ -3,8 +3,8 @@
 ``c[n] = sum over k of (q[k] * b[k, n]) * q_scale * b_scale[n] + bias[n]``, plus a residual, with ``q`` and ``q_scale``
 from ``quantize_row``: the numbers are those of ``_quantize_rows_kernel`` and ``_gemm_kernel``, bit for bit.
 
-A product of one row is a read of the weights, and quantizing a short row takes less time than a launch. So each program
-quantizes it for itself, into memory of its own, and waits for no other (docs/performance.md).
+A product of one row is mainly a read of the weights, and quantizing a short row takes less time than a launch. So each
+program quantizes the row for itself, into its own memory, and waits for no other (docs/performance.md).
 """
 
 import triton
@@ -25,10 +25,10 @@ def _quant_linear_kernel(
     CONFIG: tl.constexpr, EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program. ``x_scale``: one static scale, or None. ``PDL``: see ``Launch``.
+    """Each program computes one tile. ``x_scale``: one static scale, or None. ``PDL``: see ``Launch``.
 
-    ``q``, ``q_scale``: where the first program keeps the quantized row and its scale; the next one's are ``part`` bytes
-    further, a multiple of 16. ``ROW_BLOCK``, ``ROW_BLOCKS``: as in ``quantize_row``.
+    ``q``, ``q_scale``: where the first program keeps the quantized row and its scale. The next program's are ``part``
+    bytes further, a multiple of 16. ``ROW_BLOCK``, ``ROW_BLOCKS``: as in ``quantize_row``.
     """
     program = tl.program_id(0)
     own = program.to(tl.int64) * part
@@ -45,7 +45,7 @@ def _quant_linear_kernel(
         gdc_wait()
     source, offsets = StridedRow(x, K, stride_xk), tl.arange(0, ROW_BLOCK)
     quantize_row(source, RowQuantization(x_scale), q, q_scale, offsets, ROW_BLOCKS)
-    # What one thread wrote, others read.
+    # Threads read what other threads wrote.
     tl.debug_barrier()
     acc = ctx.reduce_axis(tensorA, tensorB, out_tile)
     if PDL:

@@ -1,11 +1,12 @@
-"""Launcher of ``quant_linear`` on GPU tensors: a row quantization and a product, or both in one, decided once.
+"""Launcher of ``quant_linear`` on GPU tensors: a row quantization and a product, or both in one launch, decided once.
 
-All about a call but its addresses follows from the sizes, strides, dtypes and devices of its tensors, and from whether
-the weight's address is aligned. So the first call of a kind is checked and leaves a plan behind, and those like it are
-two allocations and one or two launches: the quantized rows and their scales share one buffer, which no tensor is made
-for. Calls of one launch share the buffer of their stream too: what runs on a stream runs in turn.
+Everything about a call except its addresses follows from the sizes, strides, dtypes and devices of its tensors, and
+from whether the weight's address is aligned. So the first call of a kind is checked and leaves a plan behind. Later
+calls like it are two allocations and one or two launches: the quantized rows and their scales share one buffer, for
+which no tensor is made. Calls of one launch also share the buffer of their stream, because work on a stream runs in
+order.
 
-One launch takes the host less time than two, which overlap on the device: ``hopper.in_one_launch`` decides
+One launch takes the host less time than two, but two overlap on the device: ``hopper.in_one_launch`` decides
 (docs/performance.md has the measurements).
 """
 
@@ -33,14 +34,14 @@ from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2, round_up
 
-# Where there is no kernel of Hopper's, one row takes one launch if it and the weight are short: each program quantizes
-# the row, so there may not be more than multiprocessors.
+# Without Hopper's kernel, one row takes one launch if it and the weight are short: each program quantizes the row, so
+# there may not be more programs than SMs.
 MAX_FUSED_ROW_BYTES = 8192
 FUSED_CONFIG = GemmConfig(16, 32, 512, num_warps=4, num_stages=6, schedule="tiles")
 
 ARGUMENTS = ("x", "weight", "weight_scale", "bias", "input_scale", "residual", "out")
 PARTS = ("counts", "q", "q_scale")
-# What each launch takes.
+# The arguments of each launch.
 QUANTIZATION = ("x", "q", "q_scale", "input_scale")
 PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "bias", "residual")
 BOTH = (*QUANTIZATION, "weight", "out", "weight_scale", "bias", "residual")
@@ -56,9 +57,9 @@ def quant_linear(
     recallable: bool = False,
     blocks: bool = False,
 ) -> Tensor:
-    """``dispatch.quant_linear`` on a GPU, which checks its arguments itself. ``x`` is no negative view.
+    """``dispatch.quant_linear`` on a GPU. It checks its arguments itself. ``x`` must not be a negative view.
 
-    ``blocks``: that the scales are of blocks, as in ``dispatch.block_scaled_linear``.
+    ``blocks``: whether the scales are of blocks, as in ``dispatch.block_scaled_linear``.
     """
     if x.layout is not torch.strided:
         _check(x, weight, weight_scale, bias, input_scale, residual, blocks)
@@ -83,7 +84,7 @@ def quant_linear(
         what = "blocks" if blocks else None
         remember(plan.run, x, weight, weight_scale, bias, input_scale, residual, what)
     out = plan.run(x, weight, weight_scale, bias, input_scale, residual)
-    assert out is not None  # for such a weight it is made
+    assert out is not None  # the plan was made for such a weight
     return out
 
 
@@ -111,26 +112,26 @@ class LinearPlan:
 
     device: int
     one_of_several: bool
-    """Whether there are other devices, so that another one may be the current one."""
+    """Whether there are other devices, one of which may be the current device."""
     out_shape: tuple[int, ...]
     out_strides: tuple[int, ...]
     aligned: bool
-    """Whether it is for weights whose address is a multiple of ``ALIGNMENT``."""
+    """Whether the plan is for weights whose address is a multiple of ``ALIGNMENT``."""
     rows: tuple[int, int] | None
-    """The shape to bring ``x`` to; None where its memory is ``[M, K]`` as it is."""
+    """The shape that ``x`` is viewed as; None if its memory is ``[M, K]`` already."""
     residual_rows: tuple[int, int] | None
-    """As ``rows``, of the residual."""
+    """The same for the residual."""
     q_bytes: int
-    """Where the scales begin, from the quantized rows."""
+    """Where the scales begin, in bytes from the quantized rows."""
     usual: LaunchPlan
     captured: LaunchPlan
-    """In CUDA graphs, unless they have counts for ``counted``."""
+    """The launches in CUDA graphs, unless these have counts for ``counted``."""
     shares_buffer: bool
-    """Whether calls on a stream share its buffer: those of one launch. Between two another thread may make its own."""
+    """Whether calls on a stream share its buffer: calls of one launch do. Between two, others may launch theirs."""
     counted: LaunchPlan | None
-    """In CUDA graphs that have counts, which programs that wait for one another need."""
+    """The launches in CUDA graphs that have the counts which programs that wait for one another need."""
     takes_bytes: bool = False
-    """Whether kernels take the bytes of an fp8 weight."""
+    """Whether kernels are given the bytes of an fp8 weight."""
 
     def run(
         self,
@@ -143,7 +144,7 @@ class LinearPlan:
     ) -> Tensor | None:
         """The layer's output for tensors like those that it was made for; None for a weight that isn't ``aligned``.
 
-        ``other``: as ``launch.plans.recall`` has it.
+        ``other``: as in ``launch.plans.recall``.
         """
         if self.one_of_several and self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
@@ -156,7 +157,7 @@ class LinearPlan:
         if residual is not None and self.residual_rows is not None:
             residual = with_contiguous_columns(residual.reshape(self.residual_rows))
         residual_at = 0 if residual is None else residual.data_ptr()
-        # What the launches of a plan by the driver aren't made for.
+        # Whether the plan's launches by the driver can't be used.
         unusual = (x_at | weight_at | scale_at | bias_at | other_at | residual_at) % ALIGNMENT or hooked()
         if unusual and weight_at % ALIGNMENT and self.aligned:
             return None
@@ -199,12 +200,12 @@ class Way(NamedTuple):
     """How a layer is computed: in one launch, or in two, which overlap or don't."""
 
     overlaps: bool
-    """Of two: whether the second may start early."""
+    """Of two launches: whether the second may start early."""
     one: Launch | None = None
     private: int = 0
-    """Of one: the bytes that its programs quantize into, each for itself; 0 where they wait for one another's rows."""
+    """Of one launch: how many bytes its programs need to quantize a row each for itself; 0 if they share their rows."""
     in_graphs: bool = False
-    """Of one whose programs wait: whether it is for CUDA graphs, too."""
+    """Of one launch whose programs share rows: whether it is for CUDA graphs, too."""
 
 
 def _make_plan(
@@ -262,7 +263,7 @@ def _add_launches(
     input_scale: Tensor | None,
     residual: Tensor | None,
 ) -> tuple[LaunchPlan, LaunchPlan, Way]:
-    """``plan``, which has parts alone, in two launches and in one, if that can be; and the way that says so."""
+    """``plan``, which has only its parts, with two launches and with one, if possible; and the way that was chosen."""
     M, N = rows.shape[0], weight.shape[0]
     optional = {"bias": bias, "input_scale": input_scale, "residual": residual}
     absent = {"zero_point", *(name for name, value in optional.items() if value is None)}
@@ -301,8 +302,8 @@ def choose_way(
 ) -> Way:
     """How to compute a layer whose product has ``config``.
 
-    ``epilogue_strides``: of the weight's scale, the bias and the residual. ``block_strides``: of scales of blocks, from
-    one of K to the next; None where there are none.
+    ``epilogue_strides``: the strides of the weight's scale, the bias and the residual. ``block_strides``: those of
+    block scales, from one block of K to the next; None without block scales.
     """
     (M, K), N = rows.shape, weight.shape[0]
     limits = device_limits(rows.device)
@@ -323,7 +324,7 @@ def choose_way(
 
 
 def fits_fused_kernel(N: int, K: int, itemsize: int, limits: DeviceLimits) -> bool:
-    """Whether ``_quant_linear_kernel`` is for a row of ``K`` values of ``itemsize`` bytes."""
+    """Whether ``_quant_linear_kernel`` is used for a row of ``K`` values of ``itemsize`` bytes."""
     if not 0 < K * itemsize <= MAX_FUSED_ROW_BYTES:
         return False
     return cdiv(N, FUSED_CONFIG.block_n) <= limits.num_sms and is_valid(FUSED_CONFIG, 1, limits)
@@ -342,6 +343,6 @@ def _fused_launch(
 
 
 def single_row_blocks(K: int, threads: int) -> tuple[int, int]:
-    """``(ROW_BLOCK, ROW_BLOCKS)`` of ``_quant_linear_kernel``: a thread has 8 values of a block."""
+    """``(ROW_BLOCK, ROW_BLOCKS)`` of ``_quant_linear_kernel``. A thread has 8 values of each block."""
     block = min(8 * threads, next_power_of_2(K))
     return block, cdiv(K, block)

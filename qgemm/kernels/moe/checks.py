@@ -1,4 +1,4 @@
-"""What the kernels of experts and their routers take; the form of the checks is that of ``kernels/checks.py``."""
+"""Checks of the arguments of experts and their routers, in the form of ``kernels/checks.py``."""
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def check_grouped_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> None:
-    """Raises if ``grouped_mm`` can't take these."""
+    """Raises if ``grouped_mm`` doesn't accept these."""
     if a.dtype != INT8.storage:
         raise TypeError(f"a is {a.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
     check_strided("a", a)
@@ -54,7 +54,7 @@ def check_grouped_mm(
 
 
 def check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> None:
-    """Raises if ``route`` can't take these."""
+    """Raises if ``route`` doesn't accept these."""
     if logits.dtype not in FLOAT_DTYPES:
         raise TypeError(f"logits is {logits.dtype}; route accepts {names_of(FLOAT_DTYPES)}: {conversion(logits)}")
     if logits.ndim != 2 or logits.shape[1] < routing.top_k:
@@ -79,7 +79,7 @@ def check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None) ->
 def check_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
 ) -> None:
-    """Raises if ``experts`` can't take these."""
+    """Raises if ``experts`` doesn't accept these."""
     gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation = weights
     shape = "[E, 2I, H]" if activation.gated else "[E, I, H]"
     _check_grouped_weight("gate_up", gate_up, gate_up_scale, gate_up_bias, shape, (*OPERANDS,))
@@ -105,7 +105,7 @@ def check_experts(
 def check_weight_only_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
 ) -> None:
-    """Raises if ``weight_only_experts`` can't take these."""
+    """Raises if ``weight_only_experts`` doesn't accept these."""
     gate_up, down, activation, format, size = weights.gate_up, weights.down, *weights[10:]
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {sorted(FORMATS)}")

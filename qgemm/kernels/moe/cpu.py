@@ -1,4 +1,4 @@
-"""Mixtures of experts on the CPU: an expert at a time, of the products in ``kernels/cpu.py``."""
+"""Mixtures of experts on the CPU: one expert at a time, with the products of ``kernels/cpu.py``."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,7 +15,7 @@ from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 def experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
-    """``dispatch.experts`` on the CPU: an expert at a time, so that what lies between its products stays small."""
+    """``dispatch.experts`` on the CPU: one expert at a time, so that what lies between its products stays small."""
     if weights.has_blocks:
 
         def run(expert: int, rows: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def experts(
 def weight_only_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
 ) -> Tensor:
-    """``dispatch.weight_only_experts`` on the CPU: one float weight of an expert at a time is made."""
+    """``dispatch.weight_only_experts`` on the CPU: only one expert's float weight exists at a time."""
 
     def run(expert: int, rows: Tensor) -> Tensor:
         first, second = weights.stored(expert, expert + 1)
@@ -60,7 +60,7 @@ def _mixture(
     run: Callable[[int, Tensor], Tensor],
     residual: Tensor | None,
 ) -> Tensor:
-    """The weighted sum of ``run(expert, rows)``, the outputs of one expert for its rows of ``x``, and ``residual``."""
+    """The weighted sum of the experts' outputs for their rows of ``x``, ``run(expert, rows)``, plus ``residual``."""
     k = top_k_index.shape[1]
     ids = top_k_index.flatten()
     pairs = ids.argsort(stable=True)
@@ -73,7 +73,7 @@ def _mixture(
     out = torch.zeros_like(x, dtype=torch.float32)
     inside = (top_k_index >= 0) & (top_k_index < E)
     for slot in range(k):
-        # Not a product with 0: a weight may be anything where there is no expert.
+        # Instead of a product with 0: where there is no expert, a weight may be anything, even NaN.
         weight = top_k_weights[:, slot].float().masked_fill(~inside[:, slot], 0.0)
         out.add_(y[slot::k].float().mul_(weight[:, None]))
     total = out.to(x.dtype)

@@ -1,6 +1,6 @@
-"""Experts with weights of 4 and 8 bits and few tokens on Hopper: which weights its kernels take, tiles, launches.
+"""Few tokens of experts with 4- and 8-bit weights on Hopper: which weights its kernels accept, tiles, launches.
 
-Rules were found on one H200 (docs/performance.md); nothing is timed.
+The rules were fitted to measurements on one H200 (docs/performance.md); nothing is timed at run time.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
 from qgemm.kernels.stored_form import BLOCK_BYTES, StoredForm
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-SCALED_GROUP = 32  # values with one power of 2
-MAX_FEW_ROWS = 4.5  # of an expert, on average: few have more than a program takes at a time
-MAX_PAIRS = 1024  # that each program looks through
+SCALED_GROUP = 32  # values that share a power of 2
+MAX_FEW_ROWS = 4.5  # of an expert, on average: then few experts have more than a program multiplies at a time
+MAX_PAIRS = 1024  # that each program searches
 PROGRAMS_PER_SM = 4
-MAX_ROUNDS = 4  # of programs
+MAX_ROUNDS = 4  # waves of programs
 
 
 @dataclass(frozen=True)
 class FewTokens:
-    """A tile for ``_few_tokens_kernel``, up to 8 tokens and a read of ``rows`` rows of an expert's weight."""
+    """A tile for ``_few_tokens_kernel``: up to 8 tokens by ``rows`` rows of an expert's weight."""
 
     splits: int
-    """Warps that share K, block by block in turn."""
+    """The number of warps that share K, block by block in turn."""
     rows: int
     depth: int
-    """Slots of a warp for blocks of the weight, of which all but one are on their way."""
+    """A warp's slots for blocks of the weight; all but one are being loaded."""
     warps: int
     count: int = 0
     """Tiles that a program computes one after the other; 0 for as many as suit the problem."""
     max_registers: int = 128
-    """Of a thread."""
+    """The number of registers per thread."""
 
 
 def hopper_form(weights: WeightOnlyExperts, dtype: torch.dtype) -> StoredForm | None:
-    """The form of ``weights`` with inputs of ``dtype``; None where the kernels don't take it."""
+    """The form of ``weights`` with inputs of ``dtype``; None if the kernels don't accept it."""
     form, group = weights.form, weights.group_size
     if any(size % 16 for size in weights.sizes) or weights.gate_up.shape[1] % 16:
         return None
@@ -61,14 +61,14 @@ def hopper_form(weights: WeightOnlyExperts, dtype: torch.dtype) -> StoredForm | 
 
 
 def select_few_tokens(P: int, E: int) -> FewTokens | None:
-    """The tile for ``P`` pairs of a token and one of ``E`` experts at random; None where there are too many."""
+    """The tile for ``P`` pairs of a token and a random one of ``E`` experts; None if there are too many pairs."""
     if P > MAX_PAIRS or rows_of_group(P, E) > MAX_FEW_ROWS:
         return None
     return FewTokens(4, 16, 3, 4)
 
 
 def _tiles_of_program(tiles: float, limits: DeviceLimits) -> int:
-    """How many of all ``tiles`` a program takes: to begin takes as long as some, but programs must end together."""
+    """How many of all ``tiles`` a program computes: starting takes as long as some, but programs must end together."""
     rounds = tiles / (limits.num_sms * PROGRAMS_PER_SM)
     return max(1, ceil(rounds / MAX_ROUNDS) if rounds > MAX_ROUNDS else ceil(rounds))
 
@@ -84,9 +84,9 @@ def few_tokens_launch(
     activation: GatedActivation | None,
     limits: DeviceLimits,
 ) -> Launch:
-    """A product of the pairs' rows with ``[E, N, K]``: of tokens and then ``activation``, or of pairs.
+    """A product of rows with ``[E, N, K]``: tokens' rows, followed by ``activation``, or the rows of pairs.
 
-    To be called with the rows, experts by pair, the weight, scales, zero points, biases and the output.
+    To be called with the rows, the experts by pair, the weight, scales, zero points, biases and the output.
     """
     from qgemm.kernels.moe.few_tokens_hopper_kernels import _few_tokens_kernel
 

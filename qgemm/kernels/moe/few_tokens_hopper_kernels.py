@@ -1,15 +1,16 @@
-"""Products of few tokens with the weights of their experts, as they are stored, on Hopper: a read of the weights.
+"""Products of few tokens with their experts' stored weights on Hopper, in Gluon: mainly a read of the weights.
 
-A program has some rows of one expert's weight and the tokens that chose it, which it finds among the ids itself. Rows
-of the weight are those of a tensor core's instruction, tokens its columns, eight at a time. The warps of a program
+A program has some rows of one expert's weight. It finds the tokens that chose the expert among the ids by itself. Rows
+of the weight are the rows of a tensor core's instruction, tokens its columns, eight at a time. The warps of a program
 share K: each copies its own blocks to shared memory, and their sums are added at the end. Pairs of a token and an
-expert stay in their order: row ``p`` of the output is that of pair ``p``. A program takes some tiles of rows one after
-the other, since to begin takes as long as a tile.
+expert stay in their order: row ``p`` of the output is that of pair ``p``. A program computes several tiles of rows one
+after the other, since starting takes as long as a tile.
 
-Where scales are powers of two, values become bfloat16 by them, exactly, each thread having the blocks of one scale:
-within a block of K the weight and x are read in the same other order. Other scales are applied to sums in float32.
+Scales that are powers of two multiply the values exactly as these become bfloat16. For that, each thread has the bytes
+of one scale: within a block of K, the weight and x are read in the same permuted order. Other scales multiply sums, in
+float32.
 
-Gates and ups, 8 and 8 rows, are those of an instruction, so the activation happens where the sums are.
+Gates and ups, 8 rows each, are the rows of one instruction, so the activation is applied where the sums are.
 """
 
 from triton.experimental import gluon
@@ -30,8 +31,8 @@ COLUMNS = gl.constexpr(8)  # tokens at a time
 class Rows:
     """The rows of an expert's weight that a program has, in tiles.
 
-    ``first``: the expert's first row among those of all. ``start``: the program's first output of ``columns``; a tile
-    has ``outputs``. ``gated``: of gates and ups.
+    ``first``: the expert's first row among the rows of all experts. ``start``: the program's first output, of
+    ``columns``. ``outputs``: how many outputs a tile has. ``gated``: whether the rows are gates and ups.
     """
 
     first: gl.tensor
@@ -42,22 +43,23 @@ class Rows:
 
     @gluon.jit
     def output(self, r, tile):
-        """Which outputs rows ``r`` of a tile are for; with gates and ups, 8 and 8, two each."""
+        """The outputs that rows ``r`` of a tile belong to; with gates and ups, 8 and 8 rows, two rows each."""
         return self.start + tile * self.outputs + (r // 16 * 8 + r % 8 if self.gated else r)
 
     @gluon.jit
     def row(self, r, tile):
-        """Which rows of the weights of all experts are rows ``r`` of a tile."""
+        """The rows among those of all experts that are rows ``r`` of a tile."""
         n = self.output(r, tile)
         return self.first + (n + r // 8 % 2 * self.columns if self.gated else n)
 
 
 @aggregate
 class Blocks:
-    """The blocks of a program's rows, which warps copy to shared memory, one each a step.
+    """The blocks of a program's rows, which warps copy to shared memory, one block per warp in each step.
 
-    ``weight``: where the first step's bytes lie. ``row``: how many rows before the first that a program hasn't.
-    ``column``: of bytes in a step's part of a row, of ``row_bytes``. ``tiles``: the ``FewTokens``.
+    ``weight``: pointers to the first step's bytes. ``row``: each row's output minus the number of outputs, so negative
+    where there is one. ``column``: the number of each byte in a step's part of a row of ``row_bytes``. ``tiles``: the
+    ``FewTokens``.
     """
 
     slots: gl.shared_memory_descriptor
@@ -72,7 +74,7 @@ class Blocks:
 
     @gluon.jit
     def copy(self, index, place):
-        """Starts copying each warp's block at ``place``, a tile and a step, to its slot, the ``index``-th."""
+        """Starts copying each warp's block at ``place``, a tile and a step, to slot ``index`` modulo the depth."""
         tile, step = place
         start = step * (self.tiles.splits * BLOCK)
         inside = (self.row + tile * self.outputs < 0) & (self.column + start < self.row_bytes)
@@ -86,7 +88,7 @@ class Blocks:
 
     @gluon.jit
     def following(self, place):
-        """The tile and step after these."""
+        """The tile and step after ``place``."""
         tile, step = place
         last = step + 1 == self.steps
         return gl.where(last, tile + 1, tile), gl.where(last, 0, step + 1)
@@ -94,9 +96,9 @@ class Blocks:
 
 @aggregate
 class Scales:
-    """Where the scales and zero points of a program's rows lie; None where a row has one.
+    """Pointers to the scales and zero points of a program's rows; None if a row has only one.
 
-    ``row``: as in ``Blocks``. ``group``: of the first step's, of ``groups`` in a row.
+    ``row``: as in ``Blocks``. ``group``: the number of the first step's group among the ``groups`` of a row.
     """
 
     scale: OPTIONAL
@@ -115,7 +117,7 @@ class Scales:
 
     @gluon.jit
     def load_halves(self, pointers, place):
-        """What lies at ``pointers`` for each half of the blocks, if anything."""
+        """Loads from ``pointers`` for each half of the blocks; () if there are none."""
         tile, step = place
         HALVES: gl.constexpr = 2 if self.form.bits == 4 else 1
         loaded = ()
@@ -133,9 +135,9 @@ class Scales:
 
 @aggregate
 class Columns:
-    """Rows of x, ``K`` long, that are multiplied together: where they lie, and whether they are ``there``.
+    """Rows of x, ``K`` long, that are multiplied together: pointers, and whether each row is ``there``.
 
-    ``k``: of values in a step's part of a row.
+    ``k``: the number of each value in a step's part of a row.
     """
 
     x: gl.tensor
@@ -145,7 +147,7 @@ class Columns:
 
     @gluon.jit
     def load(self, step, SPLITS: gl.constexpr, HALVES: gl.constexpr):
-        """What each half of a step's blocks is multiplied by."""
+        """The values of x that each half of a step's blocks is multiplied by."""
         xs = ()
         for half in gl.static_range(HALVES):
             begin = step * (SPLITS * BLOCK * HALVES) + half * BLOCK
@@ -168,16 +170,16 @@ def _expert_ids(ids, pairs, P, E):
 
 @gluon.jit
 def _pairs_of(rank, pairs, first, LAYOUT: gl.constexpr):
-    """The pairs with ranks from ``first`` on, -1 for none; ``rank``: of each pair, -1 for those of other experts."""
+    """The pairs with ranks from ``first`` on, -1 where there is none. ``rank``: of each pair, -1 for other experts'."""
     columns = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     return gl.sum(gl.where(rank[:, None] == columns[None, :], pairs[:, None] + 1, 0), axis=0) - 1
 
 
 @gluon.jit
 def _find_pairs(ids, expert, known, item, P, E, BY_PAIR: gl.constexpr, PAIRS: gl.constexpr, LAYOUT: gl.constexpr):
-    """``(pairs, rank, count)``: all pairs, each one's rank among the expert's, else -1, and how many these are.
+    """``(pairs, rank, count)``: all pairs, each one's rank among the expert's or -1, and how many the expert has.
 
-    ``BY_PAIR``: none, unless the expert is ``known`` and pair ``item`` is its first.
+    ``BY_PAIR``: the expert has none unless it is ``known`` and pair ``item`` is its first.
     """
     pairs = gl.arange(0, PAIRS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     found = _expert_ids(ids, pairs, P, E)
@@ -193,7 +195,7 @@ def _find_pairs(ids, expert, known, item, P, E, BY_PAIR: gl.constexpr, PAIRS: gl
 
 @gluon.jit
 def _in_order(j, SCALED: gl.constexpr):
-    """Which byte of a block is the ``j``-th: pieces of 16 so that a thread's two pieces have one scale."""
+    """Which byte of a block is in place ``j``: pieces of 16 are permuted so that a thread's two share a scale."""
     return j // 16 % 4 * 32 + j // 64 * 16 + j % 16 if SCALED else j
 
 
@@ -203,14 +205,14 @@ def _blocks_of(rows, weight, K, FORM: gl.constexpr, TILE: gl.constexpr):
     SPLITS: gl.constexpr = TILE.splits
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     WIDTH: gl.constexpr = BLOCK * HALVES
-    # Threads side by side copy 16 bytes each of a row.
+    # Neighbouring threads copy 16 bytes each of a row.
     cl: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [SPLITS, gl.num_warps() // SPLITS, 1], [2, 1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(64, 1, 2, [2, 1, 0])
     slots = gl.allocate_shared_memory(weight.dtype.element_ty, [TILE.depth, SPLITS, TILE.rows, BLOCK], shared)
     r = gl.arange(0, TILE.rows, gl.SliceLayout(0, gl.SliceLayout(2, cl)))
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, cl)))
     j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, cl)))
-    # The compiler doesn't see that 16 neighbours stay together.
+    # The compiler can't tell by itself that 16 neighbours stay together.
     j = gl.max_contiguous(gl.multiple_of(_in_order(j, FORM.scales_values), 16), 16)
     column = split[:, None, None] * BLOCK + j[None, None, :]
     stride = K
@@ -232,7 +234,7 @@ def _scales_of(rows, scale, zero_point, K, FORM: gl.constexpr, TILE: gl.constexp
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     groups = gl.cdiv(K, FORM.group) if FORM.group > 0 else 1
     if FORM.scales_values:
-        # Where a thread's two pieces of 16 bytes lie along K.
+        # The places along K of a thread's two pieces of 16 bytes.
         wl: gl.constexpr = gl.DotOperandLayout(0, mma, 16)
         pieces: gl.constexpr = (
             gl.zeros([SPLITS, ROWS, BLOCK], gl.uint8, wl).reshape([SPLITS, ROWS, 2, 4, 16]).type.layout
@@ -261,7 +263,7 @@ def _scales_of(rows, scale, zero_point, K, FORM: gl.constexpr, TILE: gl.constexp
 
 @gluon.jit
 def _columns_and_k(FORM: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Which columns threads have, and which values of a step's part of K."""
+    """The columns that threads have, and the values of a step's part of K."""
     WIDTH: gl.constexpr = BLOCK * (2 if FORM.bits == 4 else 1)
     c = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     k = _in_order(gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), FORM.scales_values)[None, :, None]
@@ -270,9 +272,9 @@ def _columns_and_k(FORM: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def _begin(blocks, scales, copies):
-    """Starts loading for the first steps, one less than there are slots; blocks only if it ``copies`` them.
+    """Starts loading for the first steps, one less than there are slots. Blocks are loaded only if ``copies``.
 
-    Returns the place after these, a tile and a step, and what ``scales`` loads for each of them.
+    Returns the place after these steps, a tile and a step, and what ``scales`` has loaded for each of them.
     """
     place = gl.to_tensor(0), gl.to_tensor(0)
     ahead = ()
@@ -287,9 +289,9 @@ def _begin(blocks, scales, copies):
 
 @gluon.jit
 def _in_words(tile, mma: gl.constexpr, OPERAND: gl.constexpr):
-    """An operand of which threads have 16 neighbours along K each, as one of two for each instruction.
+    """An operand that has 16 neighbours along K per thread, in the layout of an instruction, which has two at a time.
 
-    No value moves: K is in another order, for both operands the same.
+    No value moves to another thread: K is permuted, in the same way for both operands.
     """
     layout: gl.constexpr = gl.DotOperandLayout(OPERAND, mma, 2)
     WORDS: gl.constexpr = tile.shape[2 - OPERAND] // 32
@@ -302,7 +304,7 @@ def _in_words(tile, mma: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _of_pieces(scale, SHAPE: gl.constexpr):
-    """Powers of two by their exponents, ``[splits, rows, groups]``, for each value of a block ``SHAPE``."""
+    """Powers of two, given by their exponents ``[splits, rows, groups]``, for each value of a block of ``SHAPE``."""
     bits = gl.where(scale == 0, 1 << 6, scale.to(gl.int16) << 7).to(gl.int16)
     value = bits.to(gl.bfloat16, bitcast=True).expand_dims(2).expand_dims(4)
     return value.broadcast_to([SHAPE[0], SHAPE[1], 2, 4, 16]).reshape(SHAPE)
@@ -310,14 +312,14 @@ def _of_pieces(scale, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _swapped(x):
-    """``x [splits, k, columns]`` with the inner two of each four along k swapped, as ``unpack_scaled`` gives them."""
+    """``x [splits, k, columns]`` with the inner two of each four along k swapped, the order of ``unpack_scaled``."""
     fours = x.reshape([x.shape[0], x.shape[1] // 4, 2, 2, x.shape[2]]).permute(0, 1, 3, 2, 4)
     return gl.convert_layout(fours.reshape(x.shape), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def _add_block(acc, total_x, packed, xs, scales, zeros, FORM: gl.constexpr):
-    """Adds a block's products to ``acc``, and where zero points of rows are subtracted in the end, x to ``total_x``."""
+    """Adds a block's products to ``acc``, and x to ``total_x`` if rows have one zero point, subtracted in the end."""
     SUMS: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = xs[0].dtype
     FORMAT: gl.constexpr = FORM.name
@@ -352,9 +354,9 @@ def _add_block(acc, total_x, packed, xs, scales, zeros, FORM: gl.constexpr):
 
 @gluon.jit
 def _multiply(columns, blocks, scales, place, ahead, index, mma: gl.constexpr):
-    """``(sums, sums of x, place, ahead, index)`` of a tile: of each warp's part of K, and where the next one begins.
+    """``(sums, sums of x, place, ahead, index)`` of a tile: sums over each warp's part of K, and the next tile's begin.
 
-    ``place``, ``ahead``: as ``_begin`` returns them. ``index``: of the first step's slots.
+    ``place``, ``ahead``: as returned by ``_begin``. ``index``: the number of the first step's slot.
     """
     SPLITS: gl.constexpr = blocks.tiles.splits
     ROWS: gl.constexpr = blocks.tiles.rows
@@ -378,7 +380,7 @@ def _multiply(columns, blocks, scales, place, ahead, index, mma: gl.constexpr):
 
 @gluon.jit
 def _sum_splits(acc, total_x, scale, zero_point, row, n, columns, FORM: gl.constexpr):
-    """A tile's sums over all of K, and where a row has one scale and zero point, with these; ``n``: its outputs."""
+    """A tile's sums over all of K, with the scale and zero point of rows that have only one. ``n``: its outputs."""
     total = gl.sum(acc, 0)
     if FORM.group == 0:
         if FORM.has_zeros:
@@ -390,7 +392,7 @@ def _sum_splits(acc, total_x, scale, zero_point, row, n, columns, FORM: gl.const
 
 @gluon.jit
 def _activated(total, DTYPE: gl.constexpr, FUNCTION: gl.constexpr, ACTIVATION: gl.constexpr):
-    """A tile's outputs of its sums: what ``ACTIVATION`` makes of gates and ups, rounded to ``DTYPE`` first."""
+    """A tile's outputs: ``ACTIVATION`` of the sums of gates and ups, which are rounded to ``DTYPE`` first."""
     if ACTIVATION is None:
         return total
     elif ACTIVATION.gated:
@@ -421,11 +423,12 @@ def _few_tokens_kernel(
     PAIRS_OF_ROW: gl.constexpr, BY_PAIR: gl.constexpr, EAGER: gl.constexpr, PAIRS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """``x [P / PAIRS_OF_ROW, K]``, ``ids [P]``, ``weight [E, N, bytes]``, ``scale``, ``zero_point [E, N, groups]``,
-    ``bias [E, N]``, ``out [P, N]``; with a gated ``ACTIVATION`` half as many columns, gates before ups in ``N``.
+    ``bias [E, N]``, ``out [P, N]``. With a gated ``ACTIVATION``, ``N`` is gates before ups, and ``out`` has half as
+    many columns.
 
-    ``BY_PAIR``: program's experts are those of pairs, of which all but an expert's first have nothing to do; else each
-    expert has programs. ``EAGER``: weights are loaded before it is known whether they are needed. ``PAIRS``: a power of
-    2, at least ``P`` and 32 for each warp.
+    ``BY_PAIR``: programs belong to pairs, and only the first pair of an expert has work; otherwise each expert has
+    programs. ``EAGER``: weights are loaded before it is known whether they are needed. ``PAIRS``: a power of 2, at
+    least ``P`` and 32 for each warp.
     """
     SPLITS: gl.constexpr = TILE.splits
     FIRST: gl.constexpr = ACTIVATION is not None
@@ -437,7 +440,8 @@ def _few_tokens_kernel(
     programs = gl.cdiv(columns, OUTPUTS * TILE.count)
     item = gl.program_id(0) // programs
     start = gl.program_id(0) % programs * (OUTPUTS * TILE.count)
-    # After the first product the ids are there once this kernel may begin: the one that wrote them has ended.
+    # For the product after the first, the ids are there when this kernel may begin: the kernel that wrote them has
+    # ended.
     if PDL and FIRST and BY_PAIR:
         gdc_wait()
     expert = item
@@ -448,7 +452,7 @@ def _few_tokens_kernel(
     rows = Rows(gl.where(known, expert, 0).to(gl.int64) * N, start, columns, OUTPUTS, GATED)
     blocks = _blocks_of(rows, weight, K, FORM, TILE)
     if EAGER:
-        # The loop below begins at the same place: it isn't computed again.
+        # The loop below begins at the same place, which isn't computed again.
         place, _ = _begin(blocks, None, True)
     if PDL and FIRST and not BY_PAIR:
         gdc_wait()

@@ -1,18 +1,19 @@
-"""What an experts layer does round its two grouped products: routing, row quantization, activation, weighted sum.
+"""The parts of an experts layer around its two grouped products: routing, row quantization, activation, weighted sum.
 
-A pair is a token and one of its slots, ``p = t * k + j``. Rows of the products are pairs sorted by expert, in the order
-of the pairs within an expert: position ``= #pairs of lower experts + #earlier pairs of the same``. That is counted, not
-sorted, so no order of programs can change it. Few pairs are counted by every program that quantizes one
-(``_quantize_pairs_kernel``); many first in chunks (``_count_pairs_kernel``, ``_place_pairs_kernel``), and then a token
-is quantized once for all of its rows (``_quantize_tokens_kernel``).
+A pair is a token and one of its slots, ``p = t * k + j``. Rows of the products are pairs sorted by expert, and within
+an expert in the order of the pairs: ``position = #pairs of lower experts + #earlier pairs of the same expert``.
+Positions are counted, not sorted, so the order in which programs run can't change them. If there are few pairs, each
+program that quantizes one counts its position (``_quantize_pairs_kernel``). If there are many, they are first counted
+in chunks (``_count_pairs_kernel``, ``_place_pairs_kernel``), and then a token is quantized once for all of its rows
+(``_quantize_tokens_kernel``).
 
 ``_activate_kernel`` reads a row of the first product once, and writes int8 or fp8. ``_combine_kernel`` adds a token's
 rows slot by slot in float32, so the bits are the same every time.
 
-Where weights alone are quantized, ``q_scale`` is None: tokens are copied to their places, and rows activated, in
+If only weights are quantized, ``q_scale`` is None: tokens are copied to their places, and rows are activated, in
 floats.
 
-``PDL``: see ``Launch``. ``NEXT_EARLY``: let the next kernel start at once, instead of when this one ends.
+``PDL``: see ``Launch``. ``NEXT_EARLY``: lets the next kernel start at once, instead of when this one ends.
 """
 
 import triton
@@ -49,11 +50,11 @@ def _quantize_pairs_kernel(
     PAIRS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """A pair a program: its token's row of ``x``, quantized into its place among the sorted rows of ``q``.
+    """Each program quantizes a pair: its token's row of ``x``, into the pair's place among the sorted rows of ``q``.
 
-    Each program counts its own place among ``PAIRS`` (a power of 2, at least ``P``); one more writes the tiles.
-    ``GROUPS``: a power of 2, at least ``E``. ``BLOCK``, ``BLOCKS``: see ``quantize_row``. ``E4M3``, ``GROUPED``: see
-    ``_quantize``.
+    A program counts its pair's place among ``PAIRS`` pairs (a power of 2, at least ``P``); one more program writes the
+    tiles. ``GROUPS``: a power of 2, at least ``E``. ``BLOCK``, ``BLOCKS``: see ``quantize_row``. ``E4M3``, ``GROUPED``:
+    see ``_quantize``.
     """
     if PDL:
         gdc_wait()
@@ -87,9 +88,9 @@ def _quantize(
     source, q, q_scale, row, offsets,
     BLOCKS: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes a row to row ``row`` of ``q``, whose rows are as long. ``E4M3``: see ``row_quantization``.
+    """Quantizes a row to row ``row`` of ``q``, whose rows have the same length. ``E4M3``: see ``row_quantization``.
 
-    ``GROUPED``: with a scale for each 128 values, side by side.
+    ``GROUPED``: with a scale for each 128 values, contiguous.
     """
     quantization = row_quantization(None, None, E4M3)
     own = q + row * source.length
@@ -108,7 +109,7 @@ def _count_pairs_kernel(
     ids, counts, P, E,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of pairs a program: how many each expert has of them, to ``counts [chunks, GROUPS]``."""
+    """Each program counts, for a chunk of pairs, how many each expert has, into ``counts [chunks, GROUPS]``."""
     if PDL:
         gdc_wait()
     if NEXT_EARLY:
@@ -124,7 +125,7 @@ def _place_pairs_kernel(
     ids, counts, position, tiles, P, E, chunks,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of pairs a program: where each goes among the sorted rows, -1 for nowhere. One more writes the tiles."""
+    """Each program places a chunk of pairs among the sorted rows, -1 for nowhere. One more program writes the tiles."""
     ROWS: tl.constexpr = 16  # of counts at a time
     if PDL:
         gdc_wait()
@@ -132,7 +133,7 @@ def _place_pairs_kernel(
         gdc_launch_dependents()
     chunk = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
-    # Summed over the rows once, at the end: such a sum goes through shared memory.
+    # They are summed over the rows only once, at the end: such a sum goes through shared memory.
     every = tl.zeros((ROWS, GROUPS), dtype=tl.int32)
     earlier = tl.zeros((ROWS, GROUPS), dtype=tl.int32)
     for start in tl.range(0, chunks, ROWS, loop_unroll_factor=4):
@@ -162,10 +163,10 @@ def _quantize_tokens_kernel(
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """A token a program: its row of ``x``, quantized to each of its places in ``q``.
+    """Each program quantizes a token: its row of ``x``, to each of the token's places in ``q``.
 
-    ``BLOCKS``: how many blocks of ``BLOCK`` values hold the row; 0 to quantize it anew for each place, as with
-    ``GROUPED``. ``E4M3``, ``GROUPED``: see ``_quantize``.
+    ``BLOCKS``: how many blocks of ``BLOCK`` values hold the row. With 0, and with ``GROUPED``, it is quantized anew for
+    each place. ``E4M3``, ``GROUPED``: see ``_quantize``.
     """
     if PDL:
         gdc_wait()
@@ -205,10 +206,10 @@ def _activate_kernel(
     FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """A row a program: the activation of ``g``'s, ``[rows, 2K]`` or ``[rows, K]``, quantized: ``q [rows, K]``.
+    """Each program activates a row of ``g``, ``[rows, 2K]`` or ``[rows, K]``, and quantizes it: ``q [rows, K]``.
 
     ``FUNCTION``, ``ACTIVATION``: as in ``GatedRow``. ``BLOCKS``: how many blocks of ``BLOCK`` values hold a row of
-    ``K``; 0 to compute it twice, a block at a time. ``E4M3``, ``GROUPED``: see ``_quantize``.
+    ``K``; with 0 it is computed twice, a block at a time. ``E4M3``, ``GROUPED``: see ``_quantize``.
     """
     if PDL:
         gdc_wait()
@@ -229,10 +230,10 @@ def _combine_kernel(
     N, E,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, SORTED: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Part of a token's row a program: ``out[t] = sum over j of weights[t, j] * y[position[t, j]]``.
+    """Each program adds up a part of a token's row: ``out[t] = sum over j of weights[t, j] * y[position[t, j]]``.
 
-    Plus ``residual[t]``, unless that is None, where both the sum and the result are rounded. Without ``SORTED`` rows of
-    ``y`` are those of pairs, and ``position`` has their experts: no others than ``[0, E)`` are added.
+    ``residual[t]`` is added unless it is None; then both the sum and the result are rounded. Without ``SORTED``, rows
+    of ``y`` are in the order of pairs, and ``position`` has the pairs' experts: only experts in ``[0, E)`` are added.
     """
     if PDL:
         gdc_wait()
@@ -247,7 +248,7 @@ def _combine_kernel(
         if not SORTED:
             place = tl.where((place >= 0) & (place < E), token * TOP_K + j, -1)
         weight = tl.load(weights + token * TOP_K + j).to(tl.float32)
-        # One comparison: Triton 3.9's interpreter takes no mask that is made of a vector and a scalar.
+        # A single comparison: Triton 3.9's interpreter doesn't accept a mask made of a vector and a scalar.
         values = tl.load(y + place.to(tl.int64) * N + columns, mask=columns < tl.where(place >= 0, N, 0), other=0.0)
         total += tl.where(place >= 0, values.to(tl.float32) * weight, 0.0)
     added = rounded(total, out.dtype.element_ty)

@@ -1,9 +1,9 @@
 """Launcher of ``experts`` on GPU tensors, CPU tensors in Triton's interpreter: five launches for few tokens, seven
 for many.
 
-All about a call but its addresses follows from the sizes, dtypes and devices of its tensors: how many rows each expert
-gets stays on the device. So the first call of a kind is checked and leaves a plan behind. Those like it allocate the
-output and one buffer for all that lies between, and launch.
+Everything about a call except its addresses follows from the sizes, dtypes and devices of its tensors: how many rows
+each expert gets stays on the device. So the first call of a kind is checked and leaves a plan behind. Later calls like
+it allocate the output and one buffer for everything in between, and launch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-MAX_PAIRS_TO_COUNT = 512  # for every pair
+MAX_PAIRS_TO_COUNT = 512  # that the program of every pair counts
 CHUNK = 128  # pairs
 
 ARGUMENTS = ("x", "top_k_index", "top_k_weights", *ExpertWeights._fields[:6], "residual", "out")
@@ -45,7 +45,7 @@ ARGUMENTS = ("x", "top_k_index", "top_k_weights", *ExpertWeights._fields[:6], "r
 def experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
-    """``dispatch.experts`` on a GPU, which checks its arguments itself."""
+    """``dispatch.experts`` on a GPU. It checks its arguments itself."""
     tensors: Tensors = (x, top_k_index, top_k_weights, *weights[:6], residual)
     aligned = (weights.gate_up.data_ptr() | weights.down.data_ptr()) % ALIGNMENT == 0
     shapes = [t is None or (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors]
@@ -62,7 +62,7 @@ def experts(
 
 
 def takes_bytes(weight: Tensor, device: torch.device) -> bool:
-    """Whether kernels take the bytes of an fp8 ``weight``, and of rows for it: where there are no products of fp8."""
+    """Whether kernels get the bytes of an fp8 ``weight`` and of its rows, on devices without products of fp8."""
     return weight.dtype == FP8.storage and not device_limits(device).multiplies_fp8
 
 
@@ -113,7 +113,7 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
 
 
 def bins(E: int) -> int:
-    """How many experts the kernels count pairs for: no fewer than a warp has threads."""
+    """The number of bins in which kernels count the pairs of ``E`` experts: at least as many as a warp has threads."""
     return max(64, next_power_of_2(E))
 
 
@@ -129,7 +129,7 @@ def route_steps(
     dtype: torch.dtype = INT8.storage,
     in_groups: bool = False,
 ) -> list[Step]:
-    """What sorts the pairs by expert and quantizes their tokens, to ``dtype``; ``in_groups``: with scales of groups."""
+    """The steps that sort pairs by expert and quantize tokens to ``dtype``. ``in_groups``: with scales of groups."""
     T, K = x.shape
     strides = x.contiguous().stride()
     block, blocks, threads = quantize.row_blocks(
@@ -167,9 +167,9 @@ def activate_launch(
     form: torch.dtype = INT8.storage,
     in_groups: bool = False,
 ) -> Launch:
-    """The activation of ``P`` rows at most, each of ``K`` values, quantized to ``form`` where there is a scale for it.
+    """The activation of at most ``P`` rows of ``K`` values, quantized to ``form`` when called with a scale.
 
-    ``in_groups``: as of ``route_steps``.
+    ``in_groups``: as in ``route_steps``.
     """
     block, blocks, threads = activated_row_blocks(K, dtype.itemsize)
     block = max(block, BLOCK) if in_groups else block
@@ -182,8 +182,8 @@ def activate_launch(
 def combine_launch(
     T: int, top_k: int, H: int, early: bool, limits: DeviceLimits, E: int = 0, is_sorted: bool = True
 ) -> Launch:
-    """The weighted sum of each token's rows. Where these aren't sorted, it takes experts, of ``E``, as positions."""
-    # 8 values a thread; few tokens want more programs.
+    """The weighted sum of each token's rows. If these aren't sorted, its positions are experts, of ``E``."""
+    # 8 values per thread; for few tokens, more programs.
     block = min(256 if T * H < 2**18 else 1024, max(32, next_power_of_2(H)))
     constants = (top_k, block, is_sorted, limits.pdl, early)
     warps = max(1, block // 8 // limits.warp_size)

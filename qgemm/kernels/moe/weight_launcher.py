@@ -1,7 +1,8 @@
-"""Launcher of ``weight_only_experts`` on GPU tensors, CPU tensors in Triton's interpreter: as ``experts``, in floats.
+"""Launcher of ``weight_only_experts`` on GPU tensors, CPU tensors in Triton's interpreter: ``experts``, in floats.
 
-Five launches for few tokens, seven for many; the first puts copies of tokens in the order of their experts. On Hopper
-few tokens are three launches: the first product ends with the activation, and programs find an expert's tokens.
+Five launches for few tokens, seven for many; the first copies tokens into the order of their experts. On Hopper, few
+tokens take three launches: the first product applies the activation, and programs find an expert's tokens by
+themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ARGUMENTS = ("x", "top_k_index", "top_k_weights", *_PARTS, "residual", "out")
 
 
 class _Plan(NamedTuple):
-    """``launches``, and as which dtype they take each tensor of a call; None for its own."""
+    """``launches``, and the dtypes that they view each tensor of a call as; None for the tensor's own."""
 
     launches: LaunchPlan
     views: tuple[torch.dtype | None, ...] = ()
@@ -41,7 +42,7 @@ class _Plan(NamedTuple):
 def weight_only_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
 ) -> Tensor:
-    """``dispatch.weight_only_experts`` on a GPU, of 16-bit ``x``; it checks its arguments itself."""
+    """``dispatch.weight_only_experts`` on a GPU, for 16-bit ``x``. It checks its arguments itself."""
     tensors: Tensors = (x, top_k_index, top_k_weights, *weights.tensors, residual)
     shapes = [t is None or (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors]
     aligned = not any(t is not None and t.data_ptr() % ALIGNMENT for t in weights.tensors)
@@ -113,7 +114,7 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
 
 
 def _view(name: str, weights: WeightOnlyExperts, in_words: bool) -> torch.dtype | None:
-    """As which dtype kernels take a tensor. ``in_words``: bytes of weights by two, and exponents that are scales."""
+    """The dtype that kernels view a tensor as. ``in_words``: pairs of a weight's bytes, and of exponents as scales."""
     value = getattr(weights, name, None)
     if value is None:
         return None
@@ -121,7 +122,7 @@ def _view(name: str, weights: WeightOnlyExperts, in_words: bool) -> torch.dtype 
         return torch.uint16
     if value.dtype != FP8.storage:
         return None
-    return torch.uint8 if name in ("gate_up", "down") else torch.int8  # kernels know e4m3 by its bits
+    return torch.uint8 if name in ("gate_up", "down") else torch.int8  # kernels read e4m3 by its bits
 
 
 def _few_tokens(
@@ -132,7 +133,7 @@ def _few_tokens(
     tile: FewTokens,
     absent: set[str],
 ) -> LaunchPlan:
-    """Two products and a sum: rows of ``h`` and ``y`` are those of pairs, in their order."""
+    """Two products and a sum. The rows of ``h`` and ``y`` are pairs, in their order."""
     (T, top_k), (E, N, _), (H, intermediate) = top_k_index.shape, weights.gate_up.shape, weights.sizes
     limits = device_limits(x.device)
     layout = Layout()

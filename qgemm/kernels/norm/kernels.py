@@ -1,7 +1,7 @@
-"""Residual, norm and quantization of a row, in one kernel: a row a program, read once and held in registers.
+"""Residual, norm and quantization in one kernel: each program reads a row once and keeps it in registers.
 
-``total = round(residual + norm(x))``, and ``norm(total)`` in float or int8; each part is optional. The vectors of the
-norms are read before the program waits for the kernel ahead, which doesn't write weights.
+``total = round(residual + norm(x))``, and ``norm(total)`` in float or int8; each part is optional. The norms' vectors
+are read before the program waits for the preceding kernel, which doesn't write weights.
 """
 
 import triton
@@ -19,11 +19,12 @@ def _norm_kernel(
     NORM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, in ``BLOCKS`` blocks. All tensors but ``x`` may be None; ``total``, ``normed`` and ``q`` are
-    contiguous ``[M, K]``, and ``scale`` is as in ``RowQuantization``. ``NORM``: a ``Norm``. ``PDL``: see ``Launch``.
-    ``E4M3``: see ``row_quantization``.
+    """Each program has a row, in ``BLOCKS`` blocks.
 
-    ``NEXT_EARLY``: let the next kernel start at once, before the one ahead has ended, instead of when this one ends.
+    All tensors except ``x`` may be None. ``total``, ``normed`` and ``q`` are contiguous ``[M, K]``. ``scale``: as in
+    ``RowQuantization``. ``NORM``: a ``Norm``. ``PDL``: see ``Launch``. ``E4M3``: see ``row_quantization``.
+    ``NEXT_EARLY``: lets the next kernel start at once, before the preceding one has ended, instead of when this one
+    ends.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()

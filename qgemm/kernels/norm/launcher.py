@@ -1,7 +1,7 @@
 """Launcher of the norm kernel: ``norm_quantize``, ``add_norm_quantize``, ``add_norm``, ``post_norm`` and
 ``post_norm_quantize`` on GPU tensors, or CPU tensors in Triton's interpreter.
 
-They are one kernel with other parts left out, so a row has the same bits in all of them.
+They are one kernel with different parts left out, so a row has the same bits in all of them.
 """
 
 import torch
@@ -167,7 +167,7 @@ def find_launch(
     launch: Launch | None = plans.get(kind)
     if launch is None:
         launch = plans.keep(kind, _make_launch(rows, residuals, norm, dtype))
-    # The kernel takes fp8 as bytes.
+    # The kernel gets fp8 as bytes.
     q = None if q is None else q.view(torch.int8)
     return launch, (rows, residuals, *vectors, total, normed, q, row_scale, scale)
 
@@ -183,10 +183,11 @@ def _make_launch(rows: Tensor, residuals: Tensor | None, norm: Norm, dtype: torc
 
 
 def row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:
-    """``(BLOCK, BLOCKS, threads)``, as in ``quantize.row_blocks``; a thread has 16 bytes of a block.
+    """``(BLOCK, BLOCKS, threads)``, as in ``quantize.row_blocks``. A thread has 16 bytes of a block.
 
-    More would be a choice for the compiler, between how it reads floats and how it writes int8 values. With it would
-    vary which values a thread adds up, and so a sum's last bit, between the functions of this file.
+    With more, the compiler would have a choice between the layout in which it reads floats and that in which it writes
+    int8 values. Which values a thread adds up would then differ between the functions of this file, and with it a sum's
+    last bit.
     """
     _, _, threads = quantize.row_blocks(K, itemsize, MAX_ROW_BYTES, 0)
     block = min(16 // itemsize * threads, next_power_of_2(K))

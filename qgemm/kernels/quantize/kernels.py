@@ -1,4 +1,4 @@
-"""Row quantization, one row per program: what ``stages/rows.py`` does to a row in memory.
+"""Row quantization, one row per program: ``stages/rows.py`` applied to rows in memory.
 
 A row that fits is read once and kept in registers; a longer row is read twice. Memory is the limit
 (docs/performance.md).
@@ -18,14 +18,15 @@ def _quantize_rows_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
     NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. ``q`` is contiguous ``[M, K]``. ``scale_ptr``, ``zero_ptr``: as in ``RowQuantization``.
+    """Each program quantizes a row. ``q``: contiguous ``[M, K]``. ``scale_ptr``, ``zero_ptr``: see ``RowQuantization``.
 
     ``PDL``: see ``Launch``. ``BLOCKS``: see ``quantize_row``.
 
-    ``E4M3``: None for int8; for fp8, whose bytes ``q`` takes, see ``row_quantization``. ``GROUPED``: with a scale for
-    each 128 values, ``stride_group`` apart; those of rows are ``stride_scale`` apart.
+    ``E4M3``: None for int8; for fp8, whose bytes are stored in ``q``, see ``row_quantization``. ``GROUPED``: with a
+    scale for each 128 values; these are ``stride_group`` apart, and those of rows ``stride_scale``.
 
-    ``NEXT_EARLY``: let the next kernel start at once, before the one ahead has ended, instead of when this one ends.
+    ``NEXT_EARLY``: lets the next kernel start at once, before the preceding one has ended, instead of when this one
+    ends.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()

@@ -11,8 +11,8 @@ from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-MAX_ROW_BYTES_IN_REGISTERS = 131_072  # of a program; a longer row is read twice
-LONG_ROW_BLOCK = 8192  # values at a time of such a row
+MAX_ROW_BYTES_IN_REGISTERS = 131_072  # that a program holds; a longer row is read twice
+LONG_ROW_BLOCK = 8192  # values of a longer row that are read at a time
 
 
 def quantize_rows(
@@ -49,12 +49,11 @@ def plan_quantization(
     dtype: torch.dtype = INT8.storage,
     group_strides: tuple[int, int] | None = None,
 ) -> Launch:
-    """The quantization of ``rows`` like these, ``[M, K]``, to ``dtype``; the kernel takes fp8 as bytes, int8.
+    """The quantization of ``rows`` like these, ``[M, K]``, to ``dtype``. The kernel gets fp8 as bytes, int8.
 
-    ``group_strides``: from a row's scale to the next row's, and from that of 128 values to that of the next; None for
-    one scale a row.
-    ``next_early``: what follows on the stream is one of qgemm's products, which may start early if it likes. Not for
-    weights: a product may load those before it waits for this kernel.
+    ``group_strides``: from a row's scale to the next row's, and from the scale of 128 values to the next; None for one
+    scale per row. ``next_early``: the next kernel on the stream is one of qgemm's products, which may start early.
+    Weights must not be quantized so: a product may load them before it waits for this kernel.
     """
     kind = (
         plan_quantization, rows.shape, rows.stride(), rows.dtype, rows.device,
@@ -79,24 +78,25 @@ def _make_launch(rows: Tensor, next_early: bool, dtype: torch.dtype, group_strid
 
 
 def rounding(dtype: torch.dtype, limits: DeviceLimits) -> bool | None:
-    """What kernels take for ``dtype``: None for int8; for fp8, whether an instruction rounds to it."""
+    """The kernels' ``E4M3`` for ``dtype``: None for int8; for fp8, whether an instruction rounds to it."""
     return None if dtype == INT8.storage else limits.rounds_fp8
 
 
 def programs(M: int, limits: DeviceLimits, next_early: bool | None = None) -> tuple[int, bool]:
-    """How many programs a kernel of a row each has, and whether the next may start early; None: with few rows."""
+    """How many programs a kernel with a row each has, and whether the next may start early; None: if rows are few."""
     if next_early is None:
         next_early = M <= MAX_ROWS_TO_OVERLAP
     if not (next_early and limits.pdl):
         return M, False
-    # The next kernel's programs come while these wait, and go where there are fewest: so each multiprocessor has one.
+    # The next kernel's programs arrive while these wait, and go where there are fewest programs: so each SM gets one.
     return max(M, limits.num_sms), True
 
 
 def max_row_bytes(limits: DeviceLimits) -> int:
     """How many bytes of a row a program keeps in registers.
 
-    Half on NVIDIA's before Hopper: without its maximum of two pairs of 16-bit values Triton 3.9 takes more of them.
+    It is half on NVIDIA's GPUs before Hopper. They have no maximum of two pairs of 16-bit values, and Triton 3.9 uses
+    more registers without it.
     """
     half = not limits.pdl and limits.warp_size != 64
     return MAX_ROW_BYTES_IN_REGISTERS // 2 if half else MAX_ROW_BYTES_IN_REGISTERS
@@ -105,8 +105,8 @@ def max_row_bytes(limits: DeviceLimits) -> int:
 def row_blocks(K: int, itemsize: int, longest: int, part: int) -> tuple[int, int, int]:
     """``(BLOCK, BLOCKS, threads)`` for rows of ``K`` values; ``BLOCKS`` is 0 for a row that is read twice.
 
-    A thread has 8 values of a block: 16 bytes of a 16-bit type. Of a row that is read once and has 1024 values or more,
-    it has 32 to 64. Half or twice as many threads took as long on an H200.
+    A thread has 8 values of a block, which are 16 bytes of a 16-bit type. Of a row of 1024 values or more that is read
+    once, a thread has 32 to 64. Half or twice as many threads took as long on an H200.
     """
     if longest < K * itemsize:
         return part, 0, max(32, part // 16)

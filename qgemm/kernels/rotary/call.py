@@ -1,4 +1,4 @@
-"""What the operators between a merged q|k|v product and attention take, as values."""
+"""The arguments of the operators between a merged q|k|v product and attention, as values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 VALUES = ("plain", "normalized", "of keys")
-"""Where values come from: as they are; with the norm, without a weight; or the keys, before their norm, likewise."""
+"""The source of values: as they are; normalized without a weight; or keys before their norm, normalized likewise."""
 
 
 class RotaryCall(NamedTuple):
@@ -16,52 +16,52 @@ class RotaryCall(NamedTuple):
     qkv: Tensor
     """float ``[B, S, (q_heads + 2 * kv_heads) * D]``, queries first, then keys, then values.
 
-    Without the last for values that are ``"of keys"``. Each head of ``gated`` queries has a gate behind it, as in
+    There are no values if they are ``"of keys"``. Each head of ``gated`` queries is followed by a gate, as in
     Qwen3.5."""
     cos: Tensor | None
-    """``[1 or B, S, R / 2]``, one value for each of a head's first ``R / 2`` pairs.
+    """``[1 or B, S, R / 2]``, a value for each of a head's first ``R / 2`` pairs.
 
-    In the dtype of ``qkv``, with its roundings, or float32, with one rounding."""
+    Either in the dtype of ``qkv``, with rounding to it at every step, or float32, with one rounding."""
     sin: Tensor | None
     q_weight: Tensor | None
-    """Of a norm, ``[D]``, ``[heads, D]`` or ``[heads * D]``."""
+    """The weight of a norm: ``[D]``, ``[heads, D]`` or ``[heads * D]``."""
     k_weight: Tensor | None
     norm: str
-    """Its kind, of ``norms.Norm``."""
+    """The kind of norm, as in ``norms.Norm``."""
     eps: float
     q_heads: int
     kv_heads: int
-    """0 for queries alone."""
+    """0 if there are only queries."""
     interleaved: bool
-    """Whether pairs lie side by side, not R / 2 apart."""
+    """Whether the two of a pair are adjacent, instead of R / 2 apart."""
     values: str = "plain"
     """One of ``VALUES``."""
     gated: bool = False
 
     @property
     def k_head(self) -> int:
-        """Which head of ``qkv`` is the first of the keys."""
+        """The index of the first head of keys in ``qkv``."""
         return (2 if self.gated else 1) * self.q_heads
 
     @property
     def heads(self) -> int:
-        """How many heads ``qkv`` has."""
+        """The number of heads in ``qkv``."""
         return self.k_head + (1 if self.values == "of keys" else 2) * self.kv_heads
 
     @property
     def head_size(self) -> int:
-        """How many values a head has."""
+        """The number of values of a head."""
         return self.qkv.shape[2] // self.heads
 
 
 class KeyValueStore(NamedTuple):
-    """A layer's part of a cache, and how many tokens it has, those to store among them."""
+    """A layer's part of a cache, and its number of tokens, including those to be stored."""
 
     k: Tensor
     """``[B, kv_heads, L, D]``, in the dtype of the keys, or int8."""
     v: Tensor
     k_scale: Tensor | None
-    """float32 ``[B, kv_heads, L]``, for int8: one for each token and head, as ``quantize_rows`` has it."""
+    """For int8: float32 ``[B, kv_heads, L]``, a scale for each token and head, as from ``quantize_rows``."""
     v_scale: Tensor | None
     length: Tensor
     """int32 ``[1]`` or ``[B]``, on the device."""

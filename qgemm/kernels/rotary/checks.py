@@ -1,4 +1,4 @@
-"""What ``rotate``, ``rotate_and_store`` and ``store_key_value`` take: as ``kernels/checks.py``."""
+"""Checks of the arguments of ``rotate``, ``rotate_and_store`` and ``store_key_value``, as in ``kernels/checks.py``."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from qgemm.numerics.formats import INT8
 
 
 def check_rotary_angles(positions: Tensor, frequencies: Tensor, layout: str, dtype: torch.dtype) -> int:
-    """Raises if ``rotary_angles`` can't take these; returns the number of columns."""
+    """Raises if ``rotary_angles`` doesn't accept these; returns the number of columns."""
     if layout not in ANGLES:
         raise ValueError(f"layout is {layout!r}; it must be one of {sorted(ANGLES)}")
     if dtype not in FLOAT_DTYPES:
@@ -25,7 +25,7 @@ def check_rotary_angles(positions: Tensor, frequencies: Tensor, layout: str, dty
 
 
 def check_rotate(call: RotaryCall) -> None:
-    """Raises if ``rotate`` can't take it."""
+    """Raises if ``rotate`` doesn't accept it."""
     qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, _, values, _ = call
     if qkv.dtype not in FLOAT_DTYPES:
         raise TypeError(f"qkv is {qkv.dtype}; rotate accepts {names_of(FLOAT_DTYPES)}: {conversion(qkv)}")
@@ -74,7 +74,7 @@ def check_rotate(call: RotaryCall) -> None:
 
 
 def check_rotate_and_store(call: RotaryCall, store: KeyValueStore) -> None:
-    """Raises if ``rotate_and_store`` can't take these."""
+    """Raises if ``rotate_and_store`` doesn't accept these."""
     check_rotate(call)
     check_cache(call.qkv.shape[0], call.kv_heads, call.head_size, call.qkv.dtype, store)
     check_same_device(qkv=call.qkv, k=store.k)
@@ -106,7 +106,7 @@ def check_cache(batch: int, kv_heads: int, D: int, dtype: torch.dtype, store: Ke
 
 
 def check_store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
-    """Raises if ``store_key_value`` can't take these."""
+    """Raises if ``store_key_value`` doesn't accept these."""
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{name} is {tensor.dtype}; a cache accepts {names_of(FLOAT_DTYPES)}: {conversion(tensor)}")

@@ -1,6 +1,6 @@
-"""Norms of queries and keys, rotary embedding and the writing to a cache, where the tensors are: as ``dispatch.py``.
+"""Norms of queries and keys, rotary embedding and writing to a cache, wherever the tensors are; as ``dispatch.py``.
 
-On a CPU, what ``reference.py`` specifies; on a GPU, ``launcher.py``.
+On a CPU by ``reference.py``, which is the specification; on a GPU by ``launcher.py``.
 """
 
 from typing import Any
@@ -24,9 +24,10 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of a rotary embedding, ``[B, S, columns]`` each: ``round(cos(position * frequency) * scale)``.
 
-    All is float32, rounded once to ``dtype``. ``positions``: integers ``[B, S]``. ``frequencies``: floats ``[R / 2]``,
-    one for each pair. ``layout``: ``"once"``, a column for each pair; ``"twice"``, those again behind them (Llama's);
-    ``"each twice"``, two side by side (Cohere's). What ``rotate`` takes is one column for each pair.
+    Everything is float32, rounded once to ``dtype``. ``positions``: integers ``[B, S]``. ``frequencies``: floats
+    ``[R / 2]``, one for each pair. ``layout``: ``"once"``: a column for each pair, as ``rotate`` expects it;
+    ``"twice"``: followed by the same columns again (Llama's); ``"each twice"``: two adjacent columns for each pair
+    (Cohere's).
     """
     check_rotary_angles(positions, frequencies, layout, dtype)
     if on_gpu(positions):
@@ -59,9 +60,9 @@ def rotate_and_store(call: RotaryCall, store: KeyValueStore) -> Tensor:
 
 
 def store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
-    """Writes ``key`` and ``value``, ``[B, kv_heads, S, D]``, to the places from ``length - S`` on of a cache.
+    """Writes ``key`` and ``value``, ``[B, kv_heads, S, D]``, to a cache, from place ``length - S`` on.
 
-    What would lie outside of the cache isn't written.
+    Whatever would lie outside the cache isn't written.
     """
     check_store_key_value(key, value, store)
     if on_gpu(key):
@@ -72,7 +73,7 @@ def store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
 
 
 def _launcher() -> Any:
-    """Not imported before it's needed: it imports Triton."""
+    """The launcher, imported only when it's needed: it imports Triton."""
     from qgemm.kernels.rotary import launcher
 
     return launcher

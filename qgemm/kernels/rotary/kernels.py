@@ -1,10 +1,10 @@
 """Norms of queries and keys, rotary embedding, and writing keys and values where attention reads them, in one launch.
 
-And the cosines and sines of the rotary embedding.
+Another kernel computes the cosines and sines of the rotary embedding.
 
-A program has some heads of one token: of its queries, of its keys, or of its values. It reads each value twice, from
-memory and then from the cache beside it: once as itself, and once as the other one of its pair. The values are those of
-``reference.py``, but for the order of the sums in a norm.
+A program has some heads of one token: of its queries, its keys, or its values. It reads each value twice, first from
+memory and then from the SM's cache: once as itself, and once as the partner of the other value of its pair. The results
+are those of ``reference.py``, except for the order of the sums in a norm.
 """
 
 import triton
@@ -29,13 +29,13 @@ def _rotate_kernel(
     Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, V_WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token a program: of its queries, keys or values.
+    """Each program has some heads of one token: of its queries, keys or values.
 
-    ``q``, ``k``, ``v``: heads of ``[B, S, heads, D]``; those of a merged product begin at ``k_offset``, ``v_offset``
-    and have k's strides, but for the heads of queries. ``q_out``: ``[B, S, Q_HEADS, D]``, contiguous.
-    ``k_out``, ``v_out``: ``[B, KV_HEADS, L, D]``, int8 with scales ``[B, KV_HEADS, L]``. ``length_ptr``: see
-    ``dispatch.store_key_value``; None to begin with the first place. ``Q_WEIGHT``, ``K_WEIGHT``, ``V_WEIGHT``: see
-    ``_normalized``. ``PDL``, ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
+    ``q``, ``k``, ``v``: heads of ``[B, S, heads, D]``. In a merged product, keys and values begin at ``k_offset`` and
+    ``v_offset``, and all have k's strides, except between the heads of queries. ``q_out``: ``[B, S, Q_HEADS, D]``,
+    contiguous. ``k_out``, ``v_out``: ``[B, KV_HEADS, L, D]``; if they have scales ``[B, KV_HEADS, L]``, int8.
+    ``length_ptr``: see ``dispatch.store_key_value``; None to begin with the first place. ``Q_WEIGHT``, ``K_WEIGHT``,
+    ``V_WEIGHT``: see ``_normalized``. ``PDL``, ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()
@@ -51,7 +51,7 @@ def _rotate_kernel(
     place = s
     if length_ptr is not None:
         place += tl.load(length_ptr + b * length_stride).to(tl.int64) - S
-    # Branches have no variables of their own: those of a branch would have to have one type in all of them.
+    # The branches share no variables: a variable would need the same type in all of them.
     if block < q_blocks:
         _store(
             _rotated(
@@ -92,7 +92,7 @@ def _angles_kernel(
     SCALE: tl.constexpr, COPIES: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A token a program. ``COPIES`` of each pair's cosine are side by side, or ``HALF`` columns ``APART``."""
+    """Each program has a token. ``COPIES`` of a pair's cosine are adjacent, or ``HALF`` columns apart if ``APART``."""
     if NEXT_EARLY:
         gdc_launch_dependents()
     if PDL:
@@ -112,7 +112,7 @@ def _angles_kernel(
 
 @triton.jit
 def _load(row, heads, d, stride_h, count, D):
-    """Values ``d`` of ``heads``, 0 beyond."""
+    """Loads values ``d`` of ``heads``, 0 beyond them."""
     inside = (heads < count)[:, None] & ((d < D) & (d >= 0))[None, :]
     return tl.load(row + heads.to(tl.int64)[:, None] * stride_h + d[None, :], mask=inside, other=0.0)
 
@@ -154,7 +154,7 @@ def _rotated(
 
 @triton.jit
 def _statistics(x, inside, count, D, NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr):
-    """``(mean, 1 / deviation)`` of a norm, for each head or, where ``WEIGHT`` is "all", once for all heads."""
+    """``(mean, 1 / deviation)`` of a norm, for each head, or once for all heads if ``WEIGHT`` is "all"."""
     x = x.to(tl.float32)
     number = D.to(tl.float32) if WEIGHT != "all" else (D * count).to(tl.float32)
     mean = tl.zeros([x.shape[0]], dtype=tl.float32)
@@ -175,7 +175,7 @@ def _sum(x, WEIGHT: tl.constexpr):
 def _normalized(x, mean, rstd, weight, heads, d, count, D, NORM: tl.constexpr, WEIGHT: tl.constexpr):
     """Values ``d`` of ``heads`` after their norm.
 
-    ``WEIGHT``: "head" for the same in every head, "own", "all", or "none" without one.
+    ``WEIGHT``: "head": the same for every head; "own": one per head; "all": one norm over all heads; "none": no weight.
     """
     dtype: tl.constexpr = x.dtype
     value = x.to(tl.float32)

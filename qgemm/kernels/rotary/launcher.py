@@ -1,5 +1,6 @@
-"""Launcher of the rotary kernels: ``rotate``, ``rotate_and_store`` and ``store_key_value`` on a GPU, in one launch; and
-``rotary_angles``.
+"""Launcher of the rotary kernels: ``rotate``, ``rotate_and_store``, ``store_key_value`` and ``rotary_angles`` on a GPU.
+
+Each is one launch.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.kernels import _angles_kernel, _rotate_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-MAX_VALUES = 1024  # of a program, in as many heads, where there are many tokens
-# Up to so many tokens, a thread has few values, and what follows may start, and wait, before this has ended.
+MAX_VALUES = 1024  # of a program's heads together, if there are many tokens
+# Up to this many tokens, a thread has few values, and the next kernel may start, and wait, before this one has ended.
 FEW_TOKENS = 64
 VALUES_OF_THREAD, VALUES_OF_FEW = 16, 8
 PROGRAMS_PER_SM = 4
 
 Output: TypeAlias = tuple[Tensor, Tensor, None, None, None]
-"""Keys and values that are no cache's: they begin with the first place."""
+"""Keys and values that aren't a cache: they begin at the first place."""
 
 
 def rotary_angles(
@@ -110,10 +111,10 @@ def _make_launch(
     store: KeyValueStore | Output,
     rotation: tuple[Any, ...],
 ) -> Launch:
-    """For ``tokens`` in all.
+    """The launch for ``tokens`` tokens in all.
 
-    ``sizes``, ``in_strides``: the kernel's numbers up to ``v_offset`` and ``stride_cd``. ``rotation``: its constants
-    from ``NORM`` to ``INTERLEAVED``.
+    ``sizes``, ``in_strides``: the kernel's numbers up to ``v_offset``, and up to ``stride_cd``. ``rotation``: its
+    constants from ``NORM`` to ``INTERLEAVED``.
     """
     k, v, k_scale, v_scale, length = store
     limits = device_limits(k.device)
@@ -138,14 +139,14 @@ def _make_launch(
 
 
 def heads_of_program(tokens: int, q_heads: int, kv_heads: int, block_d: int, limits: DeviceLimits) -> int:
-    """How many heads a program has: as many as leave each multiprocessor some programs, at most those of the keys."""
+    """The number of heads of a program: as many as leave each SM some programs, but at most the number of key heads."""
     most = max(1, min(MAX_VALUES // block_d, next_power_of_2(kv_heads or q_heads)))
     spread = tokens * (q_heads + 2 * kv_heads) // (PROGRAMS_PER_SM * limits.num_sms)
     return min(most, 1 << max(spread, 1).bit_length() - 1)
 
 
 def _weight_kind(weight: Tensor | None, D: int) -> str | None:
-    """``WEIGHT`` of the kernel's ``_normalized`` for a norm's ``weight``."""
+    """The value of ``WEIGHT`` in the kernel's ``_normalized`` for a norm's ``weight``."""
     if weight is None:
         return None
     return "head" if weight.shape == (D,) else "own" if weight.ndim == 2 else "all"

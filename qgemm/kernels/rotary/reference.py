@@ -1,19 +1,20 @@
-"""Norms of queries and keys, rotary embedding and the writing to a cache, in plain PyTorch.
+"""Norms of queries and keys, rotary embedding and writing to a cache, in plain PyTorch.
 
-This is the specification, and what a CPU computes; the values are those of the models' own modules, bit for bit. A
-head's first R values are R / 2 pairs, and pair ``i`` is turned by an angle with cosine ``cos[i]`` and sine ``sin[i]``:
+This is the specification, and it is what runs on a CPU. The values are those of the models' own modules, bit for bit. A
+head's first R values are R / 2 pairs, and pair ``i`` is rotated by an angle with cosine ``cos[i]`` and sine ``sin[i]``:
 
     y[i]         = x[i] * cos[i] - x[R / 2 + i] * sin[i]
     y[R / 2 + i] = x[R / 2 + i] * cos[i] + x[i] * sin[i]
 
-``interleaved``: pairs lie side by side, ``x[2 i]`` and ``x[2 i + 1]``. Values from R on stay as they are.
+``interleaved``: pairs are adjacent, ``x[2 i]`` and ``x[2 i + 1]``. Values from R on stay as they are.
 
-- Where ``cos`` has the dtype of ``x``, both products and their sum are rounded to it, as in Llama, Qwen, Gemma, Phi and
-  GLM. Where it is float32, all is float32 with one rounding, as in OLMo 2 and Cohere.
-- A norm comes first; ``norms.Norm`` has its roundings. By the shape of its weight: ``[D]``, the same for every head;
-  ``[heads, D]``, a head's own; ``[heads * D]``, one norm over all heads' values, as in OLMo 2.
-- Values may have the norm too, without a weight, as in Gemma 4; some of its layers make them of the keys before theirs.
-- int8 keys and values have a scale for each token and head: those of ``quantize_rows``.
+- If ``cos`` has the dtype of ``x``, both products and their sum are rounded to it, as in Llama, Qwen, Gemma, Phi and
+  GLM. If it is float32, everything is float32 with one rounding, as in OLMo 2 and Cohere.
+- A norm comes first; ``norms.Norm`` says where it rounds. Its weight is ``[D]``, the same for every head;
+  ``[heads, D]``, one per head; or ``[heads * D]``, one norm over all heads' values, as in OLMo 2.
+- Values may have the norm, too, without a weight, as in Gemma 4; some of its layers make the values from the keys
+  before their norm.
+- int8 keys and values have a scale for each token and head, as from ``quantize_rows``.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ ANGLES: dict[str, Callable[[Tensor], Tensor]] = {
     "once": lambda angles: angles,
     "each twice": lambda angles: angles.repeat_interleave(2, dim=-1),
 }
-"""Columns that models want of a pair's cosine, by name: one in each half, one, or two side by side."""
+"""The columns that models expect for a pair's cosine, by name: one in each half, one, or two adjacent ones."""
 
 
 def rotary_angles_reference(
@@ -83,7 +84,7 @@ def _normalized(x: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
-    """``x [B, S, heads, D]`` with its pairs turned. ``cos``, ``sin``: ``[1 or B, S, R / 2]``."""
+    """``x [B, S, heads, D]`` with its pairs rotated. ``cos``, ``sin``: ``[1 or B, S, R / 2]``."""
     if cos is None or sin is None:
         return x
     cos, sin = cos[:, :, None], sin[:, :, None]

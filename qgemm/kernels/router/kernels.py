@@ -1,8 +1,8 @@
 """Routing: a token's experts and weights from its logits, in one kernel.
 
-A warp has the logits of a token in registers. It takes the largest as often as there are experts to choose: a maximum
-of integers that are ordered as the floats are, and the lowest index that has it, which are an instruction each on
-NVIDIA's GPUs from sm_80 on. So of equal experts the first is chosen, and the order of NaN is PyTorch's: the largest.
+A warp has the logits of a token in registers. For each expert to choose, it finds the maximum, of integers that are
+ordered like the floats, and the lowest index that has it. On NVIDIA GPUs from sm_80 on, each of these is one
+instruction. So of equal experts the first is chosen, and NaN is the largest value, as in PyTorch.
 """
 
 import triton
@@ -15,9 +15,9 @@ from qgemm.kernels.stages.order import ordered
 
 @triton.jit
 def _softmax(x):
-    """Of a vector; -inf where there is nothing."""
+    """The softmax of a vector. Entries that don't exist must be -inf."""
     e = tl.exp(x - tl.max(x, axis=0))
-    # A NaN that the maximum passed over is in the sum.
+    # A NaN that the maximum has ignored is still in the sum.
     return e / tl.sum(e, axis=0)
 
 
@@ -28,7 +28,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _of_near(x, left, largest, MARGIN: tl.constexpr, dtype: tl.constexpr):
-    """The weight of ``largest`` in the softmax of what is ``left`` (``ordered``) of ``x`` and near."""
+    """The weight of ``largest`` in the softmax of those ``x`` that are ``left`` (``ordered``) and near it."""
     below = rounded(largest - x, dtype).to(tl.float32)
     magnitude = tl.abs(x)
     factor = tl.where(magnitude < largest, largest, magnitude)
@@ -47,9 +47,9 @@ def _route_kernel(
     OFFSET: tl.constexpr, ROUNDED: tl.constexpr, MARGIN: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A token a program. ``KIND`` to ``MARGIN``: the fields of a ``Routing``; ``bias``: of the choice, or None.
+    """Each program has a token. ``KIND`` to ``MARGIN``: the fields of a ``Routing``. ``bias``: for the choice, or None.
 
-    ``BLOCK``, ``SLOTS``: powers of 2, at least ``E`` and ``TOP_K``; with groups, ``BLOCK`` is ``E``.
+    ``BLOCK``, ``SLOTS``: powers of 2, at least ``E`` and ``TOP_K``. With groups, ``BLOCK`` is ``E``.
     """
     if PDL:
         gdc_wait()
@@ -70,7 +70,7 @@ def _route_kernel(
         choice += tl.load(bias + experts, mask=experts < E, other=0.0).to(tl.float32)
         if ROUNDED and bias.dtype.element_ty == logits.dtype.element_ty:
             choice = rounded(choice, logits.dtype.element_ty).to(tl.float32)
-    # What is no expert is never larger than one, and behind all of them.
+    # Entries beyond the experts are never larger than an expert, and come after all of them.
     left = ordered(tl.where(experts < E, choice, float("-inf")))
     if KEPT_GROUPS < GROUPS:
         left = _in_kept_groups(left, GROUPS, KEPT_GROUPS)
@@ -111,7 +111,7 @@ def _route_kernel(
 
 @triton.jit
 def _in_kept_groups(values, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """``ordered`` values; those out of the ``KEPT`` groups whose two largest are the most become -inf."""
+    """``ordered`` values; those outside the ``KEPT`` groups with the largest sums of their two largest become -inf."""
     SIZE: tl.constexpr = values.shape[0] // GROUPS
     parts = tl.reshape(values, (GROUPS, SIZE))
     places, groups = tl.arange(0, SIZE)[None, :], tl.arange(0, GROUPS)
@@ -130,6 +130,6 @@ def _in_kept_groups(values, GROUPS: tl.constexpr, KEPT: tl.constexpr):
 
 @triton.jit
 def _float(integer):
-    """What ``ordered`` made it of."""
+    """The float that ``ordered`` made ``integer`` from."""
     value = (integer ^ ((integer >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.where(integer == 0x7FFFFFFF, float("nan"), value)

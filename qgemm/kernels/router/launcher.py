@@ -10,7 +10,7 @@ from qgemm.kernels.router.kernels import _route_kernel
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.integers import next_power_of_2
 
-MAX_EXPERTS = 1024  # of which a warp holds the logits; PyTorch routes to more
+MAX_EXPERTS = 1024  # whose logits a warp can hold; with more, PyTorch routes
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 def _has_groups_of_powers_of_2(logits: Tensor, routing: Routing) -> bool:
-    """Or none that are ruled out."""
+    """Whether groups have sizes that are powers of 2, or no group is ruled out."""
     E, groups = logits.shape[1], routing.groups
     if routing.kept_groups == groups:
         return True

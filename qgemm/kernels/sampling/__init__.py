@@ -1,1 +1,1 @@
-"""The choice of a batch's next tokens from their scores, and what a decoder's loop notes of it."""
+"""The choice of a batch's next tokens from their scores, and what a decoding loop records of it."""

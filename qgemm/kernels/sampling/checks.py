@@ -1,4 +1,4 @@
-"""What the choice of tokens takes; the form of the checks is that of ``kernels/checks.py``."""
+"""Checks of the arguments of the choice of tokens, in the form of ``kernels/checks.py``."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from qgemm.kernels.sampling.choice import Choice
 
 
 def check_choose_tokens(choice: Choice) -> None:
-    """Raises if ``choose_tokens`` can't take it."""
+    """Raises if ``choose_tokens`` doesn't accept it."""
     scores, token, rows, counters, finished, ends = choice[:6]
     if scores.dtype not in FLOAT_DTYPES:
         raise TypeError(f"scores is {scores.dtype}; choose_tokens accepts {names_of(FLOAT_DTYPES)}: cast it")

@@ -1,4 +1,4 @@
-"""The choice of a step's tokens, where the tensors are: as ``dispatch.py``."""
+"""The choice of a step's tokens, wherever the tensors are; as ``dispatch.py``."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from qgemm.kernels.sampling.reference import choose_tokens_reference
 
 
 def choose_tokens(choice: Choice) -> None:
-    """The first of the largest scores of each row, and what a loop of decoding steps notes of it, in place.
+    """Chooses the first of the largest scores of each row, and records the step of a decoding loop, in place.
 
-    NaN is larger than all numbers.
+    NaN counts as larger than all numbers.
     """
     check_choose_tokens(choice)
     if on_gpu(choice.scores):
@@ -24,7 +24,7 @@ def choose_tokens(choice: Choice) -> None:
 
 
 def _launcher() -> Any:
-    """Its import imports Triton."""
+    """The launcher, imported only when it's needed: it imports Triton."""
     from qgemm.kernels.sampling import launcher
 
     return launcher

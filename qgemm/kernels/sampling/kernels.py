@@ -1,8 +1,9 @@
-"""The first of the largest scores of each row, and what follows from it in a step of decoding: two launches.
+"""The first of the largest scores of each row, and the record of a decoding step: two launches.
 
-``_largest_kernel``: the largest of a part of a row. ``_choose_kernel``: those of all parts, in one program, which notes
-the tokens. A score and its place are one integer: the higher half is in the order of scores, the lower one is larger
-for what comes first. So the choice is a maximum, and the same in any order.
+``_largest_kernel`` finds the largest score of a part of a row. ``_choose_kernel``, a single program, finds the largest
+of all parts and records the tokens. A score and its place are combined into one integer: the upper half is ordered like
+the scores, and the lower half is larger for earlier places. So the choice is a maximum, and doesn't depend on the
+order.
 
 ``PDL``, ``NEXT_EARLY``: as in ``_norm_kernel``.
 """
@@ -20,9 +21,9 @@ def _largest_kernel(
     V, parts, COUNTERS, ENDS, stride, minimum,
     BLOCK: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row a program, to ``largest [B, parts]``; ``stride``: of rows. ``BLOCK``: values of a part.
+    """Each program has a part of ``BLOCK`` scores of a row: ``largest [B, parts]``. ``stride``: the stride of rows.
 
-    ``ends [ENDS]``: tokens whose score counts as -inf before the step ``minimum``, which ``counters`` have last.
+    ``ends [ENDS]``: tokens whose score counts as -inf before step ``minimum``. The step is the last of ``counters``.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()
@@ -36,7 +37,7 @@ def _largest_kernel(
         if tl.load(counters + COUNTERS - 1) < minimum:
             for i in range(ENDS):
                 values = tl.where(place == tl.load(ends + i), float("-inf"), values)
-    # Behind a row's values there is nothing: that is less than -inf, which may be all there is.
+    # Entries beyond a row's end must be less than -inf, which may be the only score that a row has.
     keys = (ordered(values).to(tl.int64) << 32) | (place ^ 0x7FFFFFFF).to(tl.int64)
     tl.store(largest + program, tl.max(tl.where(place < V, keys, -0x8000000000000000), axis=0))
 
@@ -47,7 +48,7 @@ def _choose_kernel(
     B, parts, steps, COUNTERS, ENDS, padding,
     PADS: tl.constexpr, BLOCK_B: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All rows, ``BLOCK_B`` at a time, by one program. The arguments are those of a ``Choice``."""
+    """One program has all rows, ``BLOCK_B`` at a time. The arguments are those of a ``Choice``."""
     if NEXT_EARLY:
         gdc_launch_dependents()
     if PDL:
@@ -76,7 +77,7 @@ def _choose_kernel(
             going += tl.sum((inside & (has_ended == 0)).to(tl.int32), axis=0)
     if ends is not None:
         tl.store(noted + B, (going == 0).to(tl.int64), mask=has_row)
-    # All threads have read the step.
+    # All threads must have read the step before it is counted up.
     tl.debug_barrier()
     for first in range(0, COUNTERS, PARTS):
         at = first + tl.arange(0, PARTS)

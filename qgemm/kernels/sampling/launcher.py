@@ -11,9 +11,9 @@ from qgemm.kernels.sampling.choice import Choice
 from qgemm.kernels.sampling.kernels import _choose_kernel, _largest_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-PART, MAX_PART = 1024, 8192  # scores of a program, for a few rows, and for many
+PART, MAX_PART = 1024, 8192  # scores per program, with few rows and with many
 FEW_ROWS = 8
-MAX_KEYS = 4096  # of the parts of some rows, that the program which chooses reads at a time
+MAX_KEYS = 4096  # of the parts of some rows, that the choosing program reads at a time
 
 
 class Plan(NamedTuple):

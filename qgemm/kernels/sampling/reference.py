@@ -1,4 +1,4 @@
-"""The choice of tokens in plain PyTorch: what the kernels are tested against, and what runs on a CPU."""
+"""The choice of tokens in plain PyTorch: the kernels are tested against it, and it runs on a CPU."""
 
 import torch
 

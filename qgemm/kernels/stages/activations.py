@@ -1,4 +1,4 @@
-"""Activations of float32 values on the device; ``kernels/activations.py`` has the host's."""
+"""Activations of float32 values on the device; ``kernels/activations.py`` has those of the host."""
 
 import triton
 import triton.language as tl
@@ -42,7 +42,7 @@ def gelu_of_16_bits(x):
 
 @triton.jit
 def gelu_tanh(x):
-    """GELU by its approximation with a tanh; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
+    """GELU in its tanh approximation; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
     return times_sigmoid(x, 1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
@@ -54,7 +54,7 @@ def silu(x):
 
 @triton.jit
 def times_sigmoid(x, u):
-    """``x / (1 + exp(-u))``, without the steps for what exponentials and quotients below 2^-126 take."""
+    """``x / (1 + exp(-u))``, without the extra steps that exponentials and quotients below 2^-126 would take."""
     if INTERPRETING:
         return x / (1.0 + tl.exp(-u))
     else:
@@ -69,15 +69,37 @@ def relu2(x):
 
 @triton.jit
 def gate_value(gate, FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr):
-    """What ``ACTIVATION``, a ``GatedActivation``, makes of a gate; ``FUNCTION``: the one of its name."""
+    """The activated gate of ``ACTIVATION``, a ``GatedActivation``. ``FUNCTION``: the device function of its name."""
     if ACTIVATION.limit is not None:
         gate = tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
     return gate / (1.0 + tl.exp(-ACTIVATION.alpha * gate)) if ACTIVATION.alpha != 1.0 else FUNCTION(gate)
 
 
 @triton.jit
+def gate_slope(gate, ACTIVATION: tl.constexpr):
+    """The derivative of ``gate_value``."""
+    x = gate
+    if ACTIVATION.limit is not None:
+        x = tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
+    if ACTIVATION.name == "silu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-ACTIVATION.alpha * x))
+        slope = sigmoid * (1.0 + ACTIVATION.alpha * x * (1.0 - sigmoid))
+    elif ACTIVATION.name == "relu":
+        slope = tl.where(x <= 0, 0.0, 1.0)
+    elif ACTIVATION.name == "relu2":
+        slope = 2.0 * relu(x)
+    elif ACTIVATION.name == "gelu":
+        slope = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    else:
+        u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        sigmoid = 1.0 / (1.0 + tl.exp(-u))
+        slope = sigmoid * (1.0 + x * (1.0 - sigmoid) * (1.5957691216057308 + 0.21406447104837 * x * x))
+    return slope if ACTIVATION.limit is None else tl.where(gate > ACTIVATION.limit, 0.0, slope)
+
+
+@triton.jit
 def up_value(up, ACTIVATION: tl.constexpr):
-    """What ``ACTIVATION`` multiplies an activated gate by."""
+    """The factor that ``ACTIVATION`` multiplies an activated gate by."""
     LIMIT: tl.constexpr = ACTIVATION.limit
     if LIMIT is not None:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -90,4 +112,4 @@ def device_activation(name: str, itemsize: int):
 
 
 DEVICE_ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "relu2": relu2}
-"""By name."""
+"""The device functions by name."""

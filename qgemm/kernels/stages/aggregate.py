@@ -1,20 +1,20 @@
 """``aggregate``: the decorator that makes a stage out of a class with annotated fields.
 
-A stage is a value made of Triton values. It exists inside a kernel only, and takes no space there: the compiler
-flattens it into its fields. The decorator gives the class an ``__init__`` with the fields as parameters, in order, and
-converts each argument to the type in its annotation:
+A stage is a value made of Triton values. It exists only inside a kernel and takes no space there: the compiler flattens
+it into its fields. The decorator gives the class an ``__init__`` with the fields as parameters, in order, and converts
+each argument to the type in its annotation:
 
-- ``tl.tensor``: a run-time value. A plain number becomes a tensor, which is what lets a stride of 1 (an argument that
-  Triton turns into a constant) stand beside one that is only known at run time.
+- ``tl.tensor``: a run-time value. A plain number becomes a tensor, so a stride of 1 (an argument that Triton turns into
+  a constant) is accepted like one that is only known at run time.
 - ``tl.constexpr``: a compile-time value.
 - ``OPTIONAL``: a run-time value, or None.
-- another stage: taken as it is.
+- another stage: taken as is.
 
 A value set in the class body is the field's default. Methods are ordinary ``@triton.jit`` functions.
 
-Triton's own decorator does this work when compiling; it loses the methods in the interpreter
-(``TRITON_INTERPRET=1``), where a stage is therefore a plain Python object that holds the interpreted functions as bound
-methods. Written against Triton 3.6 to 3.9.
+When compiling, Triton's own decorator does this work. In the interpreter (``TRITON_INTERPRET=1``) it loses the methods,
+so there a stage is a plain Python object that holds the interpreted functions as bound methods. Written against Triton
+3.6 to 3.9.
 """
 
 import functools
@@ -29,14 +29,14 @@ from triton.runtime.interpreter import InterpretedFunction, interpreter_semantic
 T = TypeVar("T", bound=type)
 
 INTERPRETING = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Whether kernels run in Triton's interpreter. Triton reads that when a kernel is defined, so it is fixed at import."""
+"""Whether kernels run in Triton's interpreter. Triton reads this when a kernel is defined, so it is fixed at import."""
 
 
 OPTIONAL = tl.tensor | tl.constexpr
 
 
 def aggregate(cls: T) -> T:
-    """Makes a stage of ``cls``; see the module's description."""
+    """Turns ``cls`` into a stage; see the module's description."""
     fields = dict(cls.__annotations__)
     defaults = {name: cls.__dict__[name] for name in fields if name in cls.__dict__}
     for name in defaults:

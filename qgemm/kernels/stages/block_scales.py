@@ -1,6 +1,6 @@
-"""The scales of fp8 blocks, of 128 columns and as many values along K, and of a row's 128 values, for ``Ring``'s sums.
+"""The scales of fp8 blocks for ``Ring``'s sums: of A per row and 128 values of K, of B per 128 x 128 values.
 
-For Hopper (sm_90), in Gluon.
+For Hopper (sm_90), in Gluon. ``AllBlockScales`` has the scales of both matrices, ``BlockScales`` those of one tile.
 """
 
 from triton.experimental import gluon
@@ -12,12 +12,13 @@ from qgemm.kernels.stages.ring import MMA_ROWS, PANEL
 
 @aggregate
 class BlockScales:
-    """The scales of fp8 blocks of 128 values along K, for the columns of a tile, in one block or two, and its rows.
+    """The scales of a tile of ``MMA_ROWS`` rows, for each block of 128 values along K.
 
-    ``a``: the first row's first; the next row's and block's are ``stride_row`` and ``stride_a`` further. ``b``: the
-    first columns' first; the next is ``stride_b`` further. Of more ``columns`` than a block has, 192, ``last_b`` is the
-    last ones', and ``odd`` tiles begin with half a block. ``row``: the tile's first, of ``M``. ``blocks``: of K.
-    The tile has ``MMA_ROWS`` rows, with sums of this ``layout``.
+    ``a``: a pointer to the scale of the matrix's first row in the first block of K; the next row's and the next block's
+    are ``stride_row`` and ``stride_a`` further. ``b``: a pointer to the scale of the tile's first block of columns; the
+    next along K is ``stride_b`` further. A tile of more ``columns`` than a block (192) spans two blocks of columns:
+    ``last_b`` points to the second one's scale, and an ``odd`` tile begins with half a block. ``row``: the tile's first
+    row, of ``M``. ``blocks``: the number of blocks along K. ``layout``: the layout of the tile's sums.
     """
 
     a: gl.tensor
@@ -35,7 +36,10 @@ class BlockScales:
 
     @gluon.jit
     def load(self, k, COUNT: gl.constexpr):
-        """Of ``COUNT`` blocks of K, from ``k`` on: of the columns, one or two, then of the rows; 0 beyond."""
+        """Loads the scales of ``COUNT`` blocks of K, from ``k`` on; 0 beyond the last block.
+
+        For each block: the scale of the columns, or two of them, then a tensor with the scales of the rows.
+        """
         out = ()
         for block in gl.static_range(COUNT):
             at = k + block
@@ -51,17 +55,17 @@ class BlockScales:
 
     @gluon.jit
     def of_halves(self, factors):
-        """Of 192 columns, what sums of each 64 of them are multiplied by: ``factors`` of a block of K."""
+        """The factors of each 64 columns of a tile of 192, from the ``factors`` of a block of K."""
         first, last = factors[0] * factors[2], factors[1] * factors[2]
         return first, gl.where(self.odd, last, first), last
 
 
 @gluon.jit
 def _zero(rows):
-    """0 for rows that aren't negative, which the compiler doesn't know, by thread.
+    """0 for rows that aren't negative, computed per thread so that the compiler doesn't know that it is 0.
 
-    What it knows to be the same in all threads it would wait for as soon as it is loaded, to have it in a register that
-    they share.
+    A value that the compiler knows to be the same in all threads goes to a register that they share, and the kernel
+    would wait for it as soon as its load has started.
     """
     code: gl.constexpr = "{ .reg .s32 own; mov.u32 own, %laneid; add.s32 own, own, $1; shr.s32 $0, own, 31; }"
     return gl.inline_asm_elementwise(code, "=r,r", [rows], gl.int32, True, 1)
@@ -69,9 +73,10 @@ def _zero(rows):
 
 @aggregate
 class AllBlockScales:
-    """The scales of fp8 blocks: ``a``, of rows and 128 values along K, and ``b``, of 128 columns and as many values.
+    """The scales of whole matrices: ``a`` per row and 128 values of K, ``b`` per 128 columns and 128 values of K.
 
-    A stride of each: to the next row, or block of columns, and to the next of ``blocks`` blocks of values.
+    ``stride_row`` and ``stride_columns`` lead to the next row and the next block of columns, ``stride_a`` and
+    ``stride_b`` to the next of ``blocks`` blocks of K.
     """
 
     a: gl.tensor
@@ -84,7 +89,7 @@ class AllBlockScales:
 
     @gluon.jit
     def of_tile(self, row, col, M, N, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-        """Those of a tile at ``(row, col)`` with so many columns, of ``N`` in all."""
+        """The scales of the tile at ``(row, col)`` with ``COLUMNS`` columns, of an ``M x N`` output."""
         b = self.b + col // PANEL * self.stride_columns
         last_b = self.b + gl.minimum(col + COLUMNS - 1, N - 1) // PANEL * self.stride_columns
         return BlockScales(

@@ -1,15 +1,15 @@
-"""Keys and values of a head in a cache, ``[L, D]``, block by block: ``FloatKeys``, ``Int8Keys``, ``...Values``.
+"""A head's keys and values in a cache, ``[L, D]``, block by block: ``FloatKeys``, ``Int8Keys``, ``...Values``.
 
-``Rows`` says where they are.
+``Rows`` gives their addresses.
 
-Keys are multiplied by queries, values are summed with weights. Int8 ones have a float32 scale for each of the ``L`` and
-aren't dequantized one by one, which would take longer than reading them:
+Keys are multiplied by queries; values are summed with weights. Int8 keys and values have a float32 scale for each of
+the ``L`` rows. They aren't dequantized one by one, which would take longer than reading them:
 
-- A query becomes two int8 numbers a value, ``q ~ scale * (254 * high + low)``, to 2^-16 of the row's largest. Products
-  with keys are then exact int32 sums (below 2^31 for D up to 512), and a key's scale multiplies its score.
-- A value's scale multiplies its weight, which is then below 2 (``order``) and becomes float16. Two values side by side
-  are read as one 16-bit number, which tensor cores' loads can transpose; an integer ``n`` from 0 to 255 in the low bits
-  of the float16 number 1024 makes ``1024 + n``.
+- Each query value becomes two int8 numbers, ``q ~ scale * (254 * high + low)``, precise to 2^-16 of the row's largest.
+  Products with keys are then exact int32 sums (below 2^31 for D up to 512), and a key's scale multiplies its score.
+- A value row's scale multiplies its weight, which is then below 2 (``order``) and becomes float16. Two values side by
+  side are read as one 16-bit number, because the tensor cores' loads can transpose those. To become float16, an integer
+  ``n`` from 0 to 255 is put into the low bits of the float16 number 1024, which gives ``1024 + n``.
 """
 
 import triton
@@ -18,17 +18,17 @@ import triton.language as tl
 from qgemm.kernels.stages.aggregate import INTERPRETING, OPTIONAL, aggregate
 from qgemm.kernels.stages.epilogue import rounded
 
-PARTS_OF_STEP = tl.constexpr(254)  # from -127 to 127
+PARTS_OF_STEP = tl.constexpr(254)  # ``low`` is from -127 to 127
 MIN_ORDER = tl.constexpr(-100)
 
 
 @aggregate
 class Rows:
-    """The keys of a sequence, its values, or the scales of either: one after the other, or anywhere.
+    """The rows of a sequence's keys or values, or the scales of either: one after the other, or anywhere.
 
-    ``pages``: None; or int64, the place of each; or int32, a page for each ``PAGE`` of them. Without pages, a place is
-    ``stride`` after the one before. With ``PAGE > 0`` so many are in a page, and pages are ``stride_page`` apart.
-    ``WHOLE``: no block is in two pages of a table.
+    ``pages`` is None, or a pointer to int64, the place of each row, or to int32, the page of each ``PAGE`` rows.
+    Without pages, rows are ``stride`` apart. With ``PAGE > 0``, a page has that many rows, and pages are
+    ``stride_page`` apart. ``WHOLE``: no block of rows spans two pages of a table.
     """
 
     ptr: tl.tensor
@@ -40,7 +40,7 @@ class Rows:
 
     @triton.jit
     def at(self, start, offsets, last):
-        """Pointers to what is ``start + offsets``-th, in the shape of ``offsets``; to anything from ``last`` on."""
+        """Pointers to rows ``start + offsets``, in the shape of ``offsets``; from ``last`` on, to any row."""
         if self.pages is None:
             return self.ptr + start.to(tl.int64) * self.stride + offsets * self.stride
         elif self.pages.dtype.element_ty == tl.int64:
@@ -59,16 +59,16 @@ class Rows:
 
     @triton.jit
     def pairs(self):
-        """The same of two int8 values side by side as int16. Strides are even."""
+        """The same rows with two int8 values side by side as one int16. Strides must be even."""
         ptr = self.ptr.to(tl.pointer_type(tl.int16))
         return Rows(ptr, self.stride // 2, self.stride_page // 2, self.pages, self.PAGE, self.WHOLE)
 
 
 @triton.jit
 def _page(ptr):
-    """What a pointer to int32 points to, which nobody changes.
+    """Loads an int32 that no program changes.
 
-    For a ``tl.load`` here, Triton would pipeline the numbers of pages instead of the keys and values.
+    With a ``tl.load`` here, Triton would pipeline the loads of page numbers instead of those of keys and values.
     """
     if tl.target_info.is_cuda():
         return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [ptr], tl.int32, is_pure=True, pack=1)
@@ -78,7 +78,7 @@ def _page(ptr):
 
 @aggregate
 class FloatKeys:
-    """Keys of the type of ``queries [rows, BLOCK_D]``."""
+    """Keys of the dtype of ``queries [rows, BLOCK_D]``."""
 
     queries: tl.tensor
     rows: Rows
@@ -94,7 +94,7 @@ class FloatKeys:
 
 @aggregate
 class Int8Keys:
-    """Int8 keys, and the queries as ``query_scale * (254 * high + low)``."""
+    """Int8 keys, with the queries as ``query_scale * (254 * high + low)``."""
 
     high: tl.tensor
     low: tl.tensor
@@ -105,7 +105,7 @@ class Int8Keys:
 
     @triton.jit
     def products(self, start, offsets, last):
-        """As those of ``FloatKeys``."""
+        """As ``FloatKeys.products``."""
         BLOCK_D: tl.constexpr = self.high.shape[1]
         keys = _load_transposed(self.rows, start, offsets, last, self.D, BLOCK_D)
         zeros = tl.zeros((self.high.shape[0], offsets.shape[0]), tl.int32)
@@ -125,14 +125,14 @@ def int8_keys(queries, rows, scales, D: tl.constexpr):
     steps = tl.where(finite, x / query_scale[:, None], 0.0)
     high = tl.floor(steps + 0.5)
     low = tl.floor((steps - high) * PARTS_OF_STEP + 0.5)
-    # NaN and Inf times 0 are NaN.
+    # NaN and Inf times 0 are NaN, which makes the whole row NaN.
     query_scale = query_scale * (1.0 / PARTS_OF_STEP) + tl.sum(x * 0.0, axis=1)
     return Int8Keys(high.to(tl.int8), low.to(tl.int8), query_scale, rows, scales, D)
 
 
 @aggregate
 class FloatValues:
-    """Values of a float type."""
+    """Values of a float dtype."""
 
     rows: Rows
     D: tl.constexpr
@@ -140,7 +140,7 @@ class FloatValues:
 
     @triton.jit
     def zeros(self, ROWS: tl.constexpr):
-        """Sums of nothing."""
+        """Sums of zero, to start with."""
         return (tl.zeros((ROWS, self.BLOCK_D), tl.float32),)
 
     @triton.jit
@@ -157,7 +157,7 @@ class FloatValues:
 
 @aggregate
 class Int8Values:
-    """Int8 values: ``D``, strides and addresses are even."""
+    """Int8 values. ``D``, strides and addresses must be even."""
 
     rows: Rows
     scales: Rows
@@ -166,7 +166,7 @@ class Int8Values:
 
     @triton.jit
     def zeros(self, ROWS: tl.constexpr):
-        """Sums of nothing: of even columns, and of odd ones."""
+        """Sums of zero, to start with: those of even columns, and those of odd ones."""
         nothing = tl.zeros((ROWS, self.BLOCK_D // 2), tl.float32)
         return (nothing, nothing)
 
@@ -179,7 +179,7 @@ class Int8Values:
 
     @triton.jit
     def add(self, sums, decay, weights, start, offsets, last):
-        """As that of ``FloatValues``."""
+        """As ``FloatValues.add``."""
         scale = _load_vector(self.scales, start, offsets, last)
         pairs = _load(self.rows.pairs(), start, offsets, last, self.D // 2, self.BLOCK_D // 2)
         even, odd = _unpack(pairs)
@@ -210,7 +210,7 @@ def _load_transposed(rows, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def _load_vector(rows, start, offsets, last):
-    """Numbers ``start + offsets``, ones from ``last`` on."""
+    """The numbers at ``start + offsets``, ones from ``last`` on."""
     return tl.load(rows.at(start, offsets, last), mask=start + offsets < last, other=1.0)
 
 
@@ -240,7 +240,7 @@ def _unpack(pairs):
 @triton.jit
 def _dot(a, b, acc):
     if INTERPRETING:
-        # The interpreter's dot takes bf16 values for the integers that hold them.
+        # The interpreter's dot multiplies the integers that hold bf16 values instead of the values.
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
         return tl.dot(a, b, acc, input_precision="ieee")

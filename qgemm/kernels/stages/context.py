@@ -1,13 +1,13 @@
 """``GemmContext``: the shape of a GEMM's blocks, its accumulator, and the loop over K.
 
 ``acc[m, n] = sum over k of A[m, k] * B[k, n]``, one ``block_m x block_n`` tile of the output at a time, ``block_k`` of
-the sum at a time. The accumulator's type follows the operands, never the output: int32 for ``quantized=True``
-(exact: int8 products can't overflow it below K = 131,072), ``acc_dtype`` otherwise. fp8 products are promoted to
-float32 at every step: Hopper's tensor cores keep only about 14 bits of an fp8 sum otherwise.
+the sum at a time. The accumulator's type follows the operands, never the output: int32 for ``quantized=True`` (exact:
+int8 products can't overflow it below K = 131,072), ``acc_dtype`` otherwise. fp8 products are promoted to float32 at
+every step, because Hopper's tensor cores otherwise keep only about 14 bits of an fp8 sum.
 
-Beyond A's rows nothing is read: when M is 1, sixteen copies of one row from every SM would contend for one slice of the
-L2 cache (docs/performance.md). Beyond B's columns other columns are read, which costs less than a mask. The store masks
-both.
+Nothing is read beyond A's rows: when M is 1, sixteen copies of one row from every SM would contend for one slice of the
+L2 cache (docs/performance.md). Beyond B's columns, indices wrap around and other columns are read, which costs less
+than a mask. The store masks both.
 
 The tail of K is padded with zeros, once, after the loop over whole blocks, so that the loop needs no mask.
 """
@@ -19,12 +19,15 @@ from qgemm.kernels.stages.aggregate import INTERPRETING, aggregate
 from qgemm.kernels.stages.tile import Tile
 from qgemm.kernels.stages.views import InputView
 
-DECODED = tl.constexpr(2.0**16)  # by which products of two values that ``decode_e4m3`` gives are too small
+DECODED = tl.constexpr(2.0**16)  # the factor by which a product of two values from ``decode_e4m3`` is too small
 
 
 @triton.jit
 def decode_e4m3(x):
-    """float16 of the bytes of e4m3, int8, divided by 2^8, as exponents' biases differ by 8. Exact; not for NaN."""
+    """The e4m3 values whose bytes are int8 ``x``, divided by 2^8, as float16. Exact; not for NaN.
+
+    The bits are only moved: the exponents' biases of the two formats differ by 8, hence the 2^8.
+    """
     bits = x.to(tl.int16)
     return (((bits & 0x7F) << 7) | (bits & -0x8000)).to(tl.float16, bitcast=True)
 
@@ -34,15 +37,16 @@ class GemmContext:
     """Compile-time parameters of a GEMM.
 
     - ``block_m, block_n, block_k``: tile sizes, powers of 2.
-    - ``num_sms``: programs along the launch grid's axis 0, usually the SMs of the device. Launch that many.
-    - ``num_xcds``, ``chunk_size``: chiplets of the device, and the number of neighbouring tiles each one gets in a row.
+    - ``num_sms``: programs along the launch grid's axis 0, usually the number of SMs. Launch that many.
+    - ``num_xcds``, ``chunk_size``: the device's chiplets, and how many neighbouring tiles each one gets in a row.
     - ``group_size_m``: rows of tiles that are processed together, so that a column of B stays in cache.
     - ``cache_modifier_a``, ``cache_modifier_b``: for the loads of each operand.
-    - ``acc_dtype``: accumulator type of a float product. ``allow_tf32``: of float32 operands.
+    - ``acc_dtype``: accumulator type of a float product. ``allow_tf32``: whether float32 operands may be multiplied as
+      TF32.
     - ``even_k``: whether ``block_k`` divides K. True skips the tail.
     - ``quantized``: int8 operands, int32 accumulator, whatever ``acc_dtype`` says.
-    - ``decodes``: operands are the bytes of e4m3, int8, and become float16: for devices without products of fp8.
-    - ``group_size_n``: columns of tiles that are processed with those rows, row by row.
+    - ``decodes``: operands are the bytes of e4m3 as int8 and are decoded to float16, for devices without fp8 products.
+    - ``group_size_n``: columns of tiles that are processed together with those rows, row by row.
     """
 
     block_m: tl.constexpr
@@ -86,7 +90,7 @@ class GemmContext:
             self.quantized == a.dtype.is_int(), "int8 operands need GemmContext(quantized=True), floats False"
         )
         if INTERPRETING and a.dtype == tl.bfloat16:
-            # The interpreter's dot takes bf16 values for the integers that hold them.
+            # The interpreter's dot multiplies the integers that hold bf16 values instead of the values.
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         return tl.dot(a, b, acc, allow_tf32=self.allow_tf32, max_num_imprecise_acc=0, out_dtype=acc.dtype)

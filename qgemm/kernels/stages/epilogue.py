@@ -1,7 +1,8 @@
-"""``Epilogue``: from sums to the output: ``activation(acc * a_scale[m] * b_scale[n] + bias[n])``, rounded once.
+"""``Epilogue``: what happens to a sum before it is stored.
 
-A residual is added to the rounded value and the sum is rounded again, as two kernels would do. The rest is float32. The
-functions accept any layout, so Triton and Gluon kernels share them.
+``activation(acc * a_scale[m] * b_scale[n] + bias[n])``, in float32, rounded once to the output's dtype. A residual is
+added to the rounded value and the sum is rounded again, as two separate kernels would do. The functions accept any
+layout, so Triton and Gluon kernels share them.
 """
 
 import triton
@@ -14,9 +15,9 @@ from qgemm.kernels.stages.aggregate import INTERPRETING, OPTIONAL, aggregate
 class Epilogue:
     """The operands of an epilogue in memory, each of which may be None, and its activation.
 
-    ``a_scale``: one per output row; ``b_scale``, ``bias``: one per column. A stride of 0 repeats one value.
+    ``a_scale``: one per output row. ``b_scale``, ``bias``: one per column. With a stride of 0 all share one value.
     ``activation``: a ``@triton.jit`` function of float32 values, or None. ``residual``: of the output's shape and
-    dtype, with contiguous columns; its stride is that of rows.
+    dtype, with contiguous columns; ``stride_residual`` is the stride of its rows.
     """
 
     a_scale: OPTIONAL
@@ -31,7 +32,7 @@ class Epilogue:
 
     @triton.jit
     def beyond(self, values):
-        """The epilogue of the output's columns from ``values`` on; vectors are contiguous."""
+        """The epilogue for the output's columns from ``values`` on. Its vectors must be contiguous."""
         bias = self.bias + values if self.bias is not None else None
         return Epilogue(self.a_scale, self.b_scale + values, bias)
 
@@ -39,7 +40,7 @@ class Epilogue:
     def load_scales(self, rows, cols, end, N, INDEX: tl.constexpr = tl.int32):
         """Loads the scales of ``rows`` below ``end`` and ``cols`` below ``N``. ``INDEX``: the type of offsets."""
         if self.a_scale is None:
-            return 1.0, 1.0  # which nobody uses
+            return 1.0, 1.0  # not used by ``apply``
         else:
             a_scale = tl.load(self.a_scale + rows.to(INDEX) * self.stride_a, mask=rows < end, other=0.0)
             b_scale = tl.load(self.b_scale + cols.to(INDEX) * self.stride_b, mask=cols < N, other=0.0)
@@ -89,13 +90,13 @@ def biased(acc, bias):
 
 @triton.jit
 def added(values, residual):
-    """``values``, rounded to the dtype of ``residual``, plus ``residual``, in float32."""
+    """``values``, rounded to the dtype of ``residual``, plus ``residual``; returned in float32."""
     return rounded(values, residual.dtype).to(tl.float32) + residual.to(tl.float32)
 
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr):
-    """``values`` as ``dtype``."""
+    """``values`` rounded to ``dtype``."""
     if INTERPRETING and dtype == tl.bfloat16:
         # The interpreter's own cast drops bits instead of rounding.
         values = _round_to_bfloat16(values.to(tl.float32))
@@ -104,9 +105,9 @@ def rounded(values, dtype: tl.constexpr):
 
 @triton.jit
 def product(a, b):
-    """``a * b`` of one dtype, rounded to it: float32 would hold the product, so it is rounded once in any case."""
+    """``a * b`` of one dtype, rounded to it once: float32 holds the exact product of 16-bit values."""
     if INTERPRETING:
-        # The interpreter has no products of bfloat16.
+        # The interpreter can't multiply bfloat16.
         return rounded(a.to(tl.float32) * b.to(tl.float32), a.dtype)
     else:
         return a * b
@@ -114,7 +115,7 @@ def product(a, b):
 
 @triton.jit
 def _round_to_bfloat16(x):
-    """``values`` rounded to bfloat16, in float32."""
+    """``x`` rounded to bfloat16, in float32."""
     bits = x.to(tl.int32, bitcast=True)
     kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
     return tl.where(x == x, kept.to(tl.float32, bitcast=True), x)

@@ -1,7 +1,7 @@
-"""A row's norm, on the device: ``kernels/norms.py``'s kinds, with a row's blocks in registers.
+"""The norm of a row on the device, of the kinds in ``kernels/norms.py``. The row's blocks are in registers.
 
-The sums are float32. Their order follows from the blocks and the number of threads, and so from the row's length and
-type alone: a row has the same bits however many there are.
+The sums are float32. Their order depends on the blocks and the number of threads, and so only on the row's length and
+type: a row's result has the same bits however many rows there are.
 """
 
 import triton
@@ -12,13 +12,13 @@ from qgemm.kernels.stages.epilogue import product, rounded
 
 @triton.jit
 def normalize_blocks(blocks, weights, biases, length, offsets, NORM: tl.constexpr, BLOCKS: tl.constexpr):
-    """The norm of a row of ``length`` values that is held in ``blocks``, as blocks of its type.
+    """The norm of a row of ``length`` values in ``blocks``, as blocks of the same dtype.
 
-    ``weights``, ``biases``: blocks too; no biases are None. ``offsets``: those within a block. ``NORM``: a ``Norm``.
-    Beyond the row, blocks are 0.
+    ``weights``, ``biases``: blocks, too; ``biases`` may be None. ``offsets``: the offsets within a block. ``NORM``: a
+    ``Norm``. Values beyond the row must be 0.
     """
     BLOCK: tl.constexpr = offsets.shape[0]
-    # A length of 1 is a constant.
+    # The cast is needed because Triton makes a length of 1 a constant.
     count = tl.cast(length, tl.float32)
     mean = count * 0.0
     if NORM.is_layer:
@@ -61,7 +61,7 @@ def _weigh(y, weight, bias, NORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def add_blocks(blocks, others, BLOCKS: tl.constexpr):
-    """``round(blocks + others)``."""
+    """``round(blocks + others)``, block by block."""
     out = ()
     for i in tl.static_range(BLOCKS):
         out = out + (rounded(blocks[i].to(tl.float32) + others[i].to(tl.float32), blocks[i].dtype),)
@@ -70,7 +70,7 @@ def add_blocks(blocks, others, BLOCKS: tl.constexpr):
 
 @triton.jit
 def store_blocks(row, blocks, length, offsets, BLOCKS: tl.constexpr):
-    """Writes ``blocks`` side by side from ``row`` on, up to ``length``."""
+    """Writes ``blocks`` one after the other to ``row``, up to ``length`` values."""
     BLOCK: tl.constexpr = offsets.shape[0]
     for i in tl.static_range(BLOCKS):
         k = i * BLOCK + offsets

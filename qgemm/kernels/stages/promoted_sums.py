@@ -1,7 +1,7 @@
-"""Sums of fp8 products over the slots of a ``Ring``, in float32: those that the tensor cores add keep 14 bits.
+"""Sums of fp8 products over the slots of a ``Ring``, added in float32: the tensor cores' own sums keep only 14 bits.
 
-For Hopper (sm_90), in Gluon. ``reduce_promoted`` takes the place of ``Ring.reduce``: it adds sums of two panels of K,
-or of one panel, scaled, where blocks have scales.
+For Hopper (sm_90), in Gluon. ``reduce_promoted`` replaces ``Ring.reduce``. The tensor cores sum over two panels of K,
+or over one panel where blocks have scales; that sum, scaled, is added to the total in float32.
 """
 
 from triton.experimental import gluon
@@ -18,10 +18,10 @@ from qgemm.kernels.stages.ring import MMA_ROWS
 
 @gluon.jit
 def reduce_promoted(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
-    """As ``Ring.reduce``, of fp8: sums of two panels are added in float32.
+    """``Ring.reduce`` for fp8: the tensor cores' sums over two panels, or one with ``scales``, are added in float32.
 
-    ``sums``: for each ``MMA_ROWS`` rows of A from ``FIRST`` on, for each piece of B. ``scales``: what sums of one
-    panel are multiplied by first, of ``BlockScales``, for as many rows; or None.
+    ``sums``: a tensor for each piece of B, for each ``MMA_ROWS`` rows of A from ``FIRST`` on. ``scales``: the
+    ``BlockScales`` of as many rows, which a panel's sums are multiplied by before they are added; or None.
     """
     if scales is not None and len(ring.widths) > 1:
         sums, step = _reduce_pieces(ring, step, num_k, sums, FIRST, scales)
@@ -34,14 +34,15 @@ def reduce_promoted(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
 
 @gluon.jit
 def _reduce_ahead(ring, step, num_k, total, FIRST: gl.constexpr, scales):
-    """As ``reduce_promoted``, for slots of a panel: its sums are added while the next one's products are computed.
+    """``reduce_promoted`` for slots of one panel: its sums are added while the next panel's products are computed.
 
-    Both have registers of their own: two slots a turn. What is in them before doesn't matter, but were any written
-    while products are computed, the assembler would have each product wait for the one before.
+    The two panels have separate registers, so a turn of the loop handles two slots. The registers' old values don't
+    matter, but nothing may be written to them while products are computed: the assembler would make each product wait
+    for the one before.
     """
     free = _zeros(ring, (total,))[0]
     ahead = _start(ring, step, _zeros(ring, (total,))[0], FIRST)
-    # They take long, so those of a slot are loaded as soon as its products have begun.
+    # Loading scales takes long, so a slot's scales are loaded as soon as its products have started.
     factors = scales.load(0, 1)
     for i in range((num_k - 1) // 2):
         other = _start(ring, step + 1, free, FIRST)
@@ -73,9 +74,9 @@ def _reduce_ahead(ring, step, num_k, total, FIRST: gl.constexpr, scales):
 
 @gluon.jit
 def _reduce_pieces(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
-    """As ``_reduce_ahead``, for two pieces of B: a piece's sums are added while the other one's are computed.
+    """``_reduce_ahead`` for two pieces of B: one piece's sums are added while the other's products are computed.
 
-    The halves of the first piece may be in different blocks of columns, so there are ``sums`` of each.
+    The two halves of the first piece may lie in different blocks of columns, so each half has its own sums.
     """
     gl.static_assert(ring.panels == 1 and len(sums) == 2 and ring.widths[0] == 2 * ring.widths[1])
     LAYOUT: gl.constexpr = sums[1].type.layout
@@ -97,8 +98,9 @@ def _reduce_pieces(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
         rest = _add_scaled(rest, done, each[2])
         free = warpgroup_mma_init(done)
         step += 1
-    # Always, which the compiler doesn't know: products that start right behind the loop, ahead of the additions of
-    # others that it has started, would have the assembler make each product wait for the one before.
+    # Always true, which the compiler doesn't know. Without the branch, these products would start right behind the
+    # loop, ahead of the additions of products that the loop has started, and the assembler would make each product
+    # wait for the one before.
     if step >= 0:
         other = _start_rest(ring, step, free, FIRST)
         done, other = warpgroup_mma_wait(1, deps=(main, other))
@@ -115,7 +117,7 @@ def _reduce_pieces(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
 
 @gluon.jit
 def _start(ring, step, sums, FIRST: gl.constexpr):
-    """Waits for a slot and starts its products of B's first piece, whose sums take the place of ``sums``."""
+    """Waits for a slot and starts its products with B's first piece; they overwrite ``sums``."""
     slot = step % ring.depth
     mbarrier.wait(ring.full.index(slot), step // ring.depth & 1)
     a = ring.rows_to_multiply(slot, 0, MMA_ROWS, FIRST)
@@ -124,7 +126,7 @@ def _start(ring, step, sums, FIRST: gl.constexpr):
 
 @gluon.jit
 def _start_rest(ring, step, sums, FIRST: gl.constexpr):
-    """As ``_start``, of the second piece of a slot that was waited for."""
+    """As ``_start``, with B's second piece, for a slot that has already been waited for."""
     slot = step % ring.depth
     a = ring.rows_to_multiply(slot, 0, MMA_ROWS, FIRST)
     return warpgroup_mma(a, ring.rest_panels.index(slot).permute((1, 0)), sums, use_acc=False, is_async=True)
@@ -132,8 +134,8 @@ def _start_rest(ring, step, sums, FIRST: gl.constexpr):
 
 @gluon.jit
 def _reduce_in_turn(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
-    """As ``reduce_promoted``: nothing is multiplied while sums are added, but what another group does."""
-    # Two slots at a time, if two panels' sums are one, and a slot has one.
+    """``reduce_promoted`` that adds sums while nothing is multiplied, except by another group of warps."""
+    # Two slots a turn if sums span two panels and a slot has only one.
     SLOTS: gl.constexpr = 2 if ring.panels == 1 and scales is None else 1
     COUNT: gl.constexpr = SLOTS * ring.panels
     turns = num_k // SLOTS
@@ -143,7 +145,8 @@ def _reduce_in_turn(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
             step += SLOTS
         factors = ()
     else:
-        # They take long: those of a turn are loaded a turn ahead, into registers that the one between doesn't use.
+        # Loading scales takes long. A turn's scales are loaded one turn ahead, into registers that the turn between
+        # doesn't use.
         factors = scales.load(0, COUNT)
         for i in range(turns // 2):
             others = scales.load((2 * i + 1) * COUNT, COUNT)
@@ -164,9 +167,9 @@ def _reduce_in_turn(ring, step, num_k, sums, FIRST: gl.constexpr, scales):
 
 @gluon.jit
 def _add_slots(ring, step, SLOTS: gl.constexpr, sums, FIRST: gl.constexpr, factors):
-    """``sums``, each plus the sums over the panels of so many slots: by twos if they aren't scaled, else by ones.
+    """Adds the products of ``SLOTS`` slots to ``sums``, two panels at a time, or one panel at a time if it is scaled.
 
-    ``factors``: of each panel, as ``BlockScales`` loads them; none where they aren't scaled.
+    ``factors``: the scales of each panel, as ``BlockScales`` loads them; empty without scales.
     """
     PIECES: gl.constexpr = len(ring.widths)
     COUNT: gl.constexpr = len(sums) // PIECES
@@ -185,7 +188,7 @@ def _add_slots(ring, step, SLOTS: gl.constexpr, sums, FIRST: gl.constexpr, facto
                 slot = number % ring.depth
                 if i == 0 and panel % ring.panels == 0:
                     mbarrier.wait(ring.full.index(slot), number // ring.depth & 1)
-                # A constant, which ``panel`` isn't: no variable is.
+                # A constant expression. ``panel`` isn't one, as no variable is.
                 own = _multiply_panel(
                     ring, slot, (chain * CHAIN + link) % ring.panels, own, FIRST + i * MMA_ROWS, link > 0
                 )
@@ -218,7 +221,7 @@ def _add_slots(ring, step, SLOTS: gl.constexpr, sums, FIRST: gl.constexpr, facto
 
 @gluon.jit
 def _zeros(ring, sums):
-    """For sums of ``MMA_ROWS`` rows, a tensor for each piece of B, whose values don't matter."""
+    """A tensor of ``MMA_ROWS`` rows for each piece of B. Its values don't matter."""
     LAYOUT: gl.constexpr = sums[0].type.layout
     MAIN: gl.constexpr = ring.widths[0]
     out = (warpgroup_mma_init(gl.zeros((MMA_ROWS, MAIN), gl.float32, LAYOUT)),)
@@ -231,7 +234,7 @@ def _zeros(ring, sums):
 
 @gluon.jit
 def _multiply_panel(ring, slot, PART: gl.constexpr, parts, ROW: gl.constexpr, ADDS: gl.constexpr):
-    """Starts ``a @ b.T`` of a panel, for ``MMA_ROWS`` rows from ``ROW`` on; added to ``parts`` if it ``ADDS``."""
+    """Starts ``a @ b.T`` of a panel, for ``MMA_ROWS`` rows from ``ROW`` on; adds it to ``parts`` if ``ADDS``."""
     a = ring.rows_to_multiply(slot, PART, MMA_ROWS, ROW)
     b = ring.b_panels.index(slot * ring.panels + PART).permute((1, 0))
     out = (warpgroup_mma(a, b, parts[0], use_acc=ADDS, is_async=True),)
@@ -243,7 +246,7 @@ def _multiply_panel(ring, slot, PART: gl.constexpr, parts, ROW: gl.constexpr, AD
 
 @gluon.jit
 def _add_halves(left, right, part, factors):
-    """``left`` and ``right`` plus the halves of ``part``, as ``_add_scaled`` adds them."""
+    """``left`` and ``right`` plus the halves of ``part``, each scaled as in ``_add_scaled``."""
     LAYOUT: gl.constexpr = left.type.layout
     halves = _halves(part, LAYOUT)
     return _add_scaled(left, halves[0], factors[0]), _add_scaled(right, halves[1], factors[1])
@@ -251,7 +254,7 @@ def _add_halves(left, right, part, factors):
 
 @gluon.jit
 def _halves(sums, LAYOUT: gl.constexpr):
-    """The left and the right columns of ``sums``, which stay in their registers."""
+    """The left and the right half of the columns of ``sums``. The values stay in their registers."""
     halves = sums.reshape([sums.shape[0], 2, sums.shape[1] // 2]).permute(0, 2, 1).split()
     left = gl.convert_layout(halves[0], LAYOUT, assert_trivial=True)
     return left, gl.convert_layout(halves[1], LAYOUT, assert_trivial=True)
@@ -259,9 +262,10 @@ def _halves(sums, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _add_scaled(total, part, factor):
-    """``total + part * factor``, of each row, rounded once.
+    """``total + part * factor`` with a factor for each row, rounded once.
 
-    In assembly, which keeps its place: if it came after the next product's start, all of ``part`` would be moved first.
+    It is written in assembly so that it stays in place: if the compiler moved it behind the next product's start, all
+    of ``part`` would be copied first.
     """
     factor = gl.expand_dims(factor, 1).broadcast_to(part.shape)
     return gl.inline_asm_elementwise(
@@ -271,7 +275,7 @@ def _add_scaled(total, part, factor):
 
 @gluon.jit
 def _settle(COUNT: gl.constexpr, accs):
-    """``accs`` once at most ``COUNT`` products are in flight, those of the last of them."""
+    """``accs``, once at most ``COUNT`` products, those of the last of them, are in flight."""
     if len(accs) == 1:
         return (warpgroup_mma_wait(COUNT, deps=accs),)
     else:
@@ -280,7 +284,7 @@ def _settle(COUNT: gl.constexpr, accs):
 
 @gluon.jit
 def _resume(accs):
-    """``accs`` that have been waited for, some of which products are still added to."""
+    """``accs`` that have been waited for, as accumulators: products are still added to some of them."""
     out = ()
     for i in gl.static_range(len(accs)):
         out = out + (warpgroup_mma_init(accs[i]),)

@@ -1,7 +1,7 @@
-"""``Ring``: a circular buffer of blocks of A and B in shared memory, between the loading and the multiplying warps.
+"""``Ring``: a ring buffer of blocks of A and B in shared memory, between producer and consumer warps.
 
-For Hopper (sm_90), in Gluon: TMA loads, ``wgmma`` reads, and barriers in shared memory count both. Dense and grouped
-products share it: they decide which blocks are loaded when.
+For Hopper (sm_90), in Gluon: TMA fills the slots, ``wgmma`` reads them, and barriers in shared memory count both. Dense
+and grouped products share it and decide which blocks are loaded when.
 """
 
 import functools
@@ -29,12 +29,12 @@ copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_cop
 # Renamed in Triton 3.7.
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-# Up to Triton 3.7 a view of shared memory may be larger than what it is a view of.
+# Up to Triton 3.7, a view of shared memory may extend beyond the memory that it was made from.
 LARGER_VIEWS = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-PANEL = gl.constexpr(128)  # bytes: as wide as TMA swizzles; of fp8, as many values as share a scale
-MMA_ROWS = gl.constexpr(64)  # the fewest that wgmma multiplies
-PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
+PANEL = gl.constexpr(128)  # bytes: the width of TMA's swizzle; of fp8, the number of values that share a scale
+MMA_ROWS = gl.constexpr(64)  # the minimum that wgmma multiplies
+PRODUCER_REGISTERS = gl.constexpr(40)  # per producer thread
 
 
 @functools.cache
@@ -58,15 +58,15 @@ _ELEMENTS = {
 class Ring:
     """Slots of shared memory, each for a block of A and a block of B, used in turn.
 
-    Step ``i`` uses slot ``i % depth``. Barrier ``full`` completes when a slot's bytes have arrived, ``empty`` when a
-    consumer has read them; ``consumers``, if there are several. A slot has its blocks in ``panels`` of ``columns``
-    columns, which are ``PANEL`` bytes, as the tensor cores read them.
+    Step ``i`` uses slot ``i % depth``. Barrier ``full`` completes when a slot's bytes have arrived, ``empty`` when all
+    ``consumers`` have read them. A slot keeps each block as ``panels`` panels of ``columns`` columns, ``PANEL`` bytes
+    wide, the layout that the tensor cores read.
 
-    Instructions read at least ``MMA_ROWS`` rows of A. If a block has fewer, they read beyond it; those products aren't
-    stored.
+    Instructions read at least ``MMA_ROWS`` rows of A. If a block has fewer, they read the memory behind it; those
+    products aren't stored.
 
-    Sizes must be powers of 2, so a block of B with another number of rows is split in two (``widths``): the largest
-    power of 2, and the rest, with its own ``rest_panels`` and accumulator.
+    Sizes must be powers of 2. A block of B whose number of rows is not one is split in two (``widths``): the largest
+    power of 2, and the rest, which has its own ``rest_panels`` and accumulator.
     """
 
     a_panels: gl.shared_memory_descriptor
@@ -103,8 +103,8 @@ class Ring:
     def load_a(self, step, A, row, k, parts):
         """Starts loading the first ``parts`` parts of the block at ``(row, k)`` of A.
 
-        The other rows keep their old values, which never reach the output. Filling them is slow, with zeros from beyond
-        the edge as well as with copies of the last row.
+        The other rows keep their old values, which never reach the output. Filling them would be slow, be it with zeros
+        from beyond the edge or with copies of the last row.
         """
         slot = step % self.depth
         PART: gl.constexpr = A.block_shape[0]
@@ -131,14 +131,15 @@ class Ring:
 
     @gluon.jit
     def reduce(self, step, num_k, accs, ROWS: gl.constexpr, finishes=None):
-        """``(sums, step)``: ``acc + a @ b.T`` over ``num_k`` steps for each piece of B, and the next step.
+        """``(sums, step)``: ``acc + a @ b.T`` over ``num_k`` steps for each piece of B, and the next step's number.
 
-        ``ROWS``: the number of rows of A to multiply. ``finishes``: a barrier to arrive at once all blocks are there.
+        ``ROWS``: the number of rows of A to multiply. ``finishes``: a barrier to arrive at once all blocks have
+        arrived.
         """
         accs = self.multiply(step, accs, ROWS)
         for _ in range(1, num_k):
             accs = self.multiply(step + 1, accs, ROWS)
-            # One slot's products stay in flight; those before have read theirs.
+            # The products of one slot stay in flight; all earlier ones have finished reading their slots.
             accs = self.resume(self.settle(accs, 1))
             self.release(step)
             step += 1
@@ -167,7 +168,7 @@ class Ring:
 
     @gluon.jit
     def rows_to_multiply(self, slot, PART: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr = 0):
-        """``ROWS`` rows of panel ``PART`` of a slot's A from ``FIRST`` on, or memory beyond if it has fewer."""
+        """``ROWS`` rows of panel ``PART`` of a slot's A, from ``FIRST`` on; reads on behind a panel that has fewer."""
         if self.block_m == ROWS:
             return self.a_panels.index(slot * self.panels + PART)
         elif self.block_m > ROWS:
@@ -176,8 +177,9 @@ class Ring:
             a = self.a_panels.index(slot * self.panels + PART)
             return a._reinterpret(a.dtype, [MMA_ROWS, self.columns], a.layout)
         else:
-            # A view of so many panels begins at any of them: as the ring is cut into such views, beginning with its
-            # first panel, its second, and so on. Slots of fewer panels begin in turn with each of several.
+            # A view of ``MMA_ROWS`` rows spans ``MANY`` panels and must be able to begin at any of them. So the ring is
+            # cut into such views several times: from its first panel on, from its second, and so on. If a slot has
+            # fewer panels than a view, slots take turns among these cuts.
             MANY: gl.constexpr = MMA_ROWS // self.block_m
             TURNS: gl.constexpr = max(MANY // self.panels, 1)
             index = slot // TURNS * max(self.panels // MANY, 1) + PART // MANY
@@ -197,7 +199,7 @@ class Ring:
 
     @gluon.jit
     def settle(self, accs, SLOTS: gl.constexpr):
-        """Waits until at most the last ``SLOTS`` slots have products in flight."""
+        """Waits until only products of the last ``SLOTS`` slots are in flight."""
         if len(self.widths) == 1:
             return (warpgroup_mma_wait(SLOTS * self.panels, deps=accs),)
         else:
@@ -205,7 +207,7 @@ class Ring:
 
     @gluon.jit
     def resume(self, sums):
-        """The accumulators that ``settle`` has waited for."""
+        """``sums`` that ``settle`` has waited for, as accumulators of further products."""
         if len(self.widths) == 1:
             return (warpgroup_mma_init(sums[0]),)
         else:
@@ -213,7 +215,7 @@ class Ring:
 
     @gluon.jit
     def release(self, step):
-        """Marks a slot as empty."""
+        """Marks a slot as read by this consumer."""
         mbarrier.arrive(self.empty.index(step % self.depth), count=1)
 
 
@@ -221,13 +223,13 @@ class Ring:
 def make_ring(A, B, CONFIG: gl.constexpr, CONSUMERS: gl.constexpr = 1):
     """A ring for blocks of the tensor maps ``A`` and ``B`` and a ``GemmConfig``. Call ``initialize`` before use.
 
-    ``CONSUMERS``: groups of warps that each read every block.
+    ``CONSUMERS``: how many groups of warps read every block.
     """
     BLOCK_M: gl.constexpr = CONFIG.block_m
     WIDTHS: gl.constexpr = CONFIG.widths
     DEPTH: gl.constexpr = CONFIG.num_stages
     panels: gl.constexpr = CONFIG.block_k // PANEL
-    # Some more of A's, to read on in.
+    # More panels behind the last one of A, for instructions that read on beyond a block.
     more: gl.constexpr = max(MMA_ROWS // BLOCK_M, 1) - 1
     COLUMNS: gl.constexpr = A.block_shape[1]
     a_panels = gl.allocate_shared_memory(A.dtype, [DEPTH * panels + more, BLOCK_M, COLUMNS], A.layout)
@@ -250,7 +252,7 @@ def barriers(COUNT: gl.constexpr):
 
 @gluon.jit
 def load_acquire(pointer):
-    """An int32 that other programs change, and what they wrote before they did. The same in all threads of a warp."""
+    """Loads an int32 that other programs change; what they wrote before is visible after. The same in a whole warp."""
     asm: gl.constexpr = "ld.acquire.gpu.global.u32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, -1;"
     return gl.inline_asm_elementwise(asm, "=r,l", [pointer.to(gl.uint64)], gl.int32, False, 1)
 

@@ -1,23 +1,23 @@
 """Quantization of rows from any source: ``scale = max(amax / 127, min_scale)``, ``q = round_half_even(x / scale)``.
 
-A row's source is a stage with ``ptr``, whose type is the row's, ``length``, ``unroll``, and ``load(k)``: the values of
-columns ``k``, 0 beyond the row. There are ``StridedRow`` and ``GatedRow``; a norm before the quantization is one more.
-The results equal those of ``reference.py`` bit for bit.
+A row's source is a stage with ``ptr``, whose element type is the row's, ``length``, ``unroll``, and ``load(k)``, which
+returns the values of columns ``k``, 0 beyond the row. ``StridedRow`` and ``GatedRow`` are here; a row that is
+normalized first is another source. The results equal those of ``reference.py`` bit for bit.
 
 A division per value would take longer than the memory access. So there are three ways to compute the quotient:
 
-- bfloat16 with its own scale takes one product. Except for rounding, a relative change below 2^-22, ``x / scale`` is
-  ``127 * x / amax``. With significands of 8 bits that is a half or at least 2^-16 of itself away from
-  one. It is a half where ``amax = 254 * 2^n``, and then the scale is a power of 2 and every step exact; and where
-  ``x = amax / 2``. For that one the row does divide, and moves its multiplier by 2^-21 if the product rounds the other
-  way. The tests compare every pair of ``x`` and ``amax``.
-- Other types, and a static scale, correct the product by its remainder in two fused steps (Markstein 1990). No quotient
-  differed in 1.3 * 10^8 of float16 and 2.7 * 10^8 around halves of float32. The remainder must be exact, so the scale
-  is from 2^-100 to 2^100.
-- Any other scale, and rows with NaN or Inf, divide.
+- bfloat16 with the row's own scale: one product. Apart from rounding, which changes ``x / scale`` by less than 2^-22 of
+  itself, it is ``127 * x / amax``. With 8-bit significands, that is either exactly halfway between two integers or at
+  least 2^-16 of itself away from halfway. It is halfway in two cases. If ``amax = 254 * 2^n``, the scale is a power of
+  2 and every step is exact. If ``x = amax / 2``, the row does divide, and changes its multiplier by 2^-21 of itself if
+  the product rounds the other way. The tests compare every pair of ``x`` and ``amax``.
+- Other types, or a static scale: the product is corrected by its remainder in two fused steps (Markstein 1990). No
+  quotient differed among 1.3 * 10^8 of float16 and 2.7 * 10^8 around halves of float32. The remainder must be exact, so
+  the scale must be from 2^-100 to 2^100.
+- Any other scale, and rows with NaN or Inf: a division.
 
-Values of fp8 (e4m3) are kept as their bytes, in int8. They take the corrected product too: it is the quotient in
-float32, which an instruction rounds, or integer arithmetic where there is none.
+Values of fp8 (e4m3) are kept as their bytes, in int8. They use the corrected product, too: it gives the quotient in
+float32, which one instruction rounds, or integer arithmetic on devices that don't have it.
 """
 
 import triton
@@ -51,10 +51,10 @@ class StridedRow:
 
 @aggregate
 class GatedRow:
-    """``activation`` of a row in memory with ``length`` gates, followed by as many ups if it is gated.
+    """``activation`` of a row in memory: ``length`` gates, followed by as many ups if the activation is gated.
 
     ``function``: the device function of ``activation.name``. ``activation``: a ``GatedActivation``. ``rounds_gate``:
-    whether the activated gate is rounded before it meets ``up``, as where both are modules of their own.
+    whether the activated gate is rounded before it is multiplied by ``up``, as when both are separate modules.
     """
 
     ptr: tl.tensor
@@ -79,10 +79,11 @@ class GatedRow:
 
 @aggregate
 class RowQuantization:
-    """How rows are quantized: each by its own scale, or all by a static one, with or without a zero point.
+    """How rows are quantized: each by its own scale or all by a static one, with or without a zero point.
 
-    ``scale``: a pointer to one float, or None. ``zero_point``: a pointer to one int8 for it, or None. The rest is the
-    number format; ``lowest`` applies with a zero point. ``e4m3``: None for int8; see ``e4m3_quantization``.
+    ``scale``: a pointer to one float, or None. ``zero_point``: a pointer to the int8 zero point of that scale, or None.
+    ``lowest`` (used with a zero point), ``low``, ``high``, ``steps`` and ``min_scale`` describe the number format.
+    ``e4m3``: None for int8; for fp8 see ``e4m3_quantization``.
     """
 
     scale: OPTIONAL
@@ -120,7 +121,7 @@ class RowQuantization:
 
     @triton.jit
     def quantize(self, x, scale, inverse, zero):
-        """Finite ``x`` as int8: 2 instructions per value with one product, 5 otherwise."""
+        """Finite ``x`` as int8: 2 instructions per value with one product, 5 with a corrected one."""
         ONE_PRODUCT: tl.constexpr = x.dtype == tl.bfloat16 and self.scale is None and self.e4m3 is None
         x = x.to(tl.float32)
         if ONE_PRODUCT:
@@ -142,14 +143,14 @@ class RowQuantization:
 
     @triton.jit
     def quantize_finely(self, x, scale):
-        """``x`` as e4m3 with any scales of its shape, that may be NaN. For groups, of which some may have extreme ones.
+        """``x`` as e4m3, with scales of its shape, which may be NaN. For groups, whose scales may be extreme.
 
-        Quotients are of numbers moved by a power of 2, so that the corrected product is exact.
+        ``x`` and the scale are first multiplied by a power of 2, so that the corrected product is exact.
         """
         if INTERPRETING:
             return self.divide(x, scale, None)
         else:
-            # 2 to the power that brings the scale to from 1 to 2: it is from 2^-126 to 2^120.
+            # The power of 2 that moves the scale into [1, 2): the scale is from 2^-126 to 2^120.
             move = ((254 << 23) - (scale.to(tl.int32, bitcast=True) & 0x7F800000)).to(tl.float32, bitcast=True)
             scale = scale * move
             inverse = tl.math.div_rn(1.0, scale)
@@ -176,7 +177,7 @@ class RowQuantization:
 
 @triton.jit
 def row_quantization(scale, zero_point, E4M3: tl.constexpr):
-    """To int8; or, where ``E4M3`` isn't None, to fp8: whether the device has an instruction that rounds to it."""
+    """``RowQuantization`` to int8, or to fp8 where ``E4M3`` isn't None; see ``e4m3_quantization`` for its value."""
     if E4M3 is None:
         return RowQuantization(scale, zero_point)
     else:
@@ -185,7 +186,7 @@ def row_quantization(scale, zero_point, E4M3: tl.constexpr):
 
 @triton.jit
 def e4m3_quantization(scale, INSTRUCTION: tl.constexpr):
-    """``RowQuantization`` to fp8. ``INSTRUCTION``: whether the device has one that rounds to it."""
+    """``RowQuantization`` to fp8. ``INSTRUCTION``: whether the device has an instruction that rounds to it."""
     return RowQuantization(
         scale, None, 0.0, float(formats.FP8.low), float(formats.FP8.high), float(formats.FP8.steps), formats.MIN_SCALE,
         INSTRUCTION,
@@ -194,14 +195,14 @@ def e4m3_quantization(scale, INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x, INSTRUCTION: tl.constexpr):
-    """The bytes, int8, of float32 ``x`` rounded to e4m3, halves to even; values beyond 448 saturate."""
+    """The bytes, as int8, of float32 ``x`` rounded to e4m3, halves to even; values beyond 448 saturate."""
     if INSTRUCTION:
         return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
     else:
         bits = x.to(tl.int32, bitcast=True)
         size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
-        # The exponent's bias is 120 less, and 20 bits of the significand are dropped. Below 2^-6 there are steps of
-        # 2^-9, which adding 2^14 rounds to.
+        # e4m3's exponent bias is 120 less than float32's, and 20 bits of the significand are dropped. Below 2^-6 the
+        # steps are 2^-9; adding 2^14 rounds to those.
         normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
         few = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
         code = tl.where(size < (121 << 23), few, normal) & 0x7F
@@ -212,7 +213,8 @@ def to_e4m3(x, INSTRUCTION: tl.constexpr):
 def quantize_row(source, quantization, q_row, scale_ptr, offsets, BLOCKS: tl.constexpr):
     """Writes a row's int8 values to ``q_row``, contiguous, and its scale to ``scale_ptr``.
 
-    ``offsets``: within a block. ``BLOCKS``: how many blocks hold the row in registers; 0 reads it twice instead.
+    ``offsets``: the offsets within a block. ``BLOCKS``: how many blocks hold the row in registers; with 0, the row is
+    read twice instead.
     """
     dtype: tl.constexpr = source.ptr.dtype.element_ty
     BLOCK: tl.constexpr = offsets.shape[0]
@@ -251,7 +253,7 @@ def quantize_row(source, quantization, q_row, scale_ptr, offsets, BLOCKS: tl.con
 
 @triton.jit
 def copy_row(source, row, offsets):
-    """Writes a row's values to ``row``, contiguous, in its dtype. ``offsets``: within a block."""
+    """Copies a row's values to ``row``, contiguous, in the row's dtype. ``offsets``: the offsets within a block."""
     for start in tl.range(0, source.length, offsets.shape[0], loop_unroll_factor=source.unroll):
         k = start + offsets
         tl.store(row + k, source.load(k), mask=k < source.length)
@@ -259,9 +261,10 @@ def copy_row(source, row, offsets):
 
 @triton.jit
 def quantize_row_groups(source, quantization, q_row, scale_ptr, stride_scale, offsets, BLOCKS: tl.constexpr):
-    """Writes a row's e4m3 values to ``q_row``, contiguous, and a scale for each 128 to ``scale_ptr``.
+    """Writes a row's e4m3 values to ``q_row``, contiguous, and a scale for each 128 of them to ``scale_ptr``.
 
-    ``offsets``: within a block, of whole groups. ``BLOCKS``: how many blocks are loaded at once; 0 for one.
+    ``offsets``: the offsets within a block, which consists of whole groups. ``BLOCKS``: how many blocks are loaded at
+    once; with 0, one after the other.
     """
     BLOCK: tl.constexpr = offsets.shape[0]
     if BLOCKS:
@@ -283,7 +286,7 @@ def _quantize_groups(x, k, K, quantization, q_row, scale_ptr, stride_scale):
     scale = quantization.row_scale(_float_of(tl.max(_magnitude(x), axis=1), x.dtype))
     values = quantization.quantize_finely(x, scale[:, None])
     tl.store(q_row + k, tl.reshape(values, (BLOCK,)), mask=k < K)
-    # By the thread with the first value of each: to find out where others lie takes longer.
+    # The thread that holds a group's first value stores its scale: computing where the scales lie takes longer.
     scales = tl.reshape(tl.broadcast_to(scale[:, None], (COUNT, GROUP)), (BLOCK,))
     tl.store(scale_ptr + k // GROUP * stride_scale, scales, mask=(k < K) & (k % GROUP == 0))
 
@@ -319,7 +322,7 @@ def quantize_blocks(blocks, quantization, BLOCKS: tl.constexpr):
 
 @triton.jit
 def quantize_rows_of_tile(x, quantization):
-    """``(scale [R], int8 [R, K])`` of the rows of ``x [R, K]``, each by its own scale; values beyond a row are 0."""
+    """``(scale [R], int8 [R, K])`` of the rows of ``x [R, K]``, each by its own scale; beyond a row they must be 0."""
     amax = _float_of(tl.max(_magnitude(x), axis=1), x.dtype)
     scale = quantization.row_scale(amax)
     return scale, quantization.divide(x, scale[:, None], None)

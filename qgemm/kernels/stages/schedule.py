@@ -1,16 +1,16 @@
 """``ScheduleContext``: which program computes which tile, in which order.
 
-Tiles of the ``M x N`` output are numbered. The number-to-place formula (``get_tile``) takes ``group_size_m`` rows of
-tiles together, ``group_size_n`` columns at a time, so that tiles in flight together share operands in cache.
-Within such a block it goes row by row, so that neighbours share a block of A; with a single column, one of B. Programs
-take tiles in one of two ways, and a kernel may use both:
+Tiles of the ``M x N`` output are numbered, and ``get_tile`` maps a number to a place. It takes ``group_size_m`` rows
+and ``group_size_n`` columns of tiles together, so that tiles in flight together share operands in cache. Within such a
+block it goes row by row, so that neighbours share a block of A; if the block has a single column, neighbours share a
+block of B. Programs take tiles in one of two ways, and a kernel may use both:
 
 - persistent: program p takes tiles p, p + num_sms, ... (``persistent_tile_range``).
-- Stream-K (Osama et al. 2023, arXiv:2301.03598): the K blocks of the last ``streamk_tiles`` tiles are laid in one row
+- Stream-K (Osama et al. 2023, arXiv:2301.03598): the K blocks of the last ``streamk_tiles`` tiles are laid end to end
   and cut into ``num_sms`` equal runs (``iter_range``), so that few tiles still occupy every SM.
 
-On a chiplet device, consecutive programs run on different chiplets. Programs are renumbered so that each chiplet gets
-runs of ``chunk_size`` neighbouring tiles and its own cache sees them.
+On a device with chiplets, consecutive programs run on different chiplets. Programs are renumbered so that each chiplet
+gets runs of ``chunk_size`` neighbouring tiles, which then share its cache.
 """
 
 import triton
@@ -25,7 +25,7 @@ from qgemm.kernels.stages.tile import Tile
 class ScheduleContext:
     """The schedule of an ``M x N x K`` problem. Launch ``ctx.num_sms`` programs along the grid's axis 0.
 
-    ``streamk_tiles``: tiles left to Stream-K, at most all of them; 0 for none.
+    ``streamk_tiles``: how many tiles are left to Stream-K, at most all of them; 0 for none.
     """
 
     M: tl.tensor
@@ -36,7 +36,7 @@ class ScheduleContext:
 
     @triton.jit
     def persistent_tile_range(self):
-        """``(start, total, stride)`` for ``range``: this program's tiles, without those left to Stream-K."""
+        """``(start, total, stride)`` for ``range``: this program's tiles, except those left to Stream-K."""
         return self._program(), self._num_tiles() - self._num_streamk_tiles(), self.ctx.num_sms
 
     @triton.jit
@@ -113,5 +113,5 @@ class ScheduleContext:
             moved = (
                 chunk * round_size + pid % self.ctx.num_xcds * self.ctx.chunk_size + on_chiplet % self.ctx.chunk_size
             )
-            # Programs beyond the last whole round keep their number.
+            # Programs beyond the last whole round keep their numbers.
             return tl.where(pid < whole, moved, pid)

@@ -1,7 +1,7 @@
-"""A softmax over blocks that come one after the other (Milakov and Gimelshein 2018, arXiv:1805.02867), to the base 2.
+"""Online softmax, block by block (Milakov and Gimelshein 2018, arXiv:1805.02867), to the base 2.
 
-Of each row there are the largest score so far, ``top``, and ``total = sum(2 ** (score - top))``. What is summed with
-these weights beside them is multiplied by ``decay`` when a block brings a larger score.
+Each row has the largest score so far, ``top``, and ``total = sum(2 ** (score - top))``. When a block brings a larger
+score, sums that were made with the earlier weights are multiplied by ``decay``.
 """
 
 import triton
@@ -12,11 +12,11 @@ import triton.language as tl
 def add_scores(top, total, scores, order=None):
     """``(top, total, decay, weights)`` after a block of ``scores [rows, block]``.
 
-    ``top`` and ``total``: ``[rows]``; at first -Inf and 0. Scores of -Inf have no weight; a row may have no others. A
+    ``top`` and ``total``: ``[rows]``, -Inf and 0 at first. Scores of -Inf have weight 0; all of a row's may be -Inf. A
     score of NaN makes ``total`` NaN.
 
-    ``order``: ``[block]``, about the ``log2`` of factors that the weights will have. ``top`` is then the largest score
-    with its factor, so that a weight times its factor is about 1 at most.
+    ``order``: ``[block]``, roughly ``log2`` of the factors that the caller multiplies the weights by. ``top`` is then
+    the maximum of score plus order, so that a weight times its factor is at most about 1.
     """
     new_top = tl.maximum(top, tl.max(scores if order is None else scores + order[None, :], axis=1))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -27,7 +27,7 @@ def add_scores(top, total, scores, order=None):
 
 @triton.jit
 def normalize(top, total, sums):
-    """``(lse, sums / total)``, ``lse = log2(sum(2 ** score))``; -Inf and zeros for a row without scores."""
+    """``(lse, sums / total)`` with ``lse = log2(sum(2 ** score))``; -Inf and zeros for a row without scores."""
     total = tl.where(total == 0.0, 1.0, total)
     return top + tl.log2(total), sums / total[:, None]
 
@@ -36,8 +36,8 @@ def normalize(top, total, sums):
 def add_up_parts(part_out, part_lse, first, stride, count, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
     """``(lse [1], out [1, BLOCK_D])`` of a row whose ``count`` parts are at ``first + part * stride``.
 
-    Each part is the result of ``normalize`` for some of the scores. That is a softmax too, of the parts' ``lse``, with
-    their results for values; ``PARTS`` at a time.
+    Each part is the result of ``normalize`` for some of the scores. They are combined by another softmax, over the
+    parts' ``lse``, with the parts' results as values, ``PARTS`` at a time.
     """
     d = tl.arange(0, BLOCK_D)
     top = tl.full((1,), float("-inf"), tl.float32)

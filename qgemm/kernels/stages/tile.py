@@ -1,7 +1,7 @@
 """``Tile``: one block of a matrix, given by its position and shape.
 
 Tile ``(pid_m, pid_n)`` of shape ``block_m x block_n`` covers rows ``pid_m * block_m + [0, block_m)`` and columns
-``pid_n * block_n + [0, block_n)``. It may extend beyond the last row or column; ``layout`` says where.
+``pid_n * block_n + [0, block_n)``. It may extend beyond the matrix's last row or column: ``layout`` gives the mask.
 """
 
 import triton
@@ -33,7 +33,7 @@ class Tile:
 
         The mask is made from the raw indices. The indices are then wrapped (``rm % M``, ``rn % N``), so that every
         address made from them is valid even without the mask. ``wrap_m=False`` or ``wrap_n=False`` leaves a
-        dimension raw, for a tile known to lie inside there: a remainder in a hot loop costs instructions.
+        dimension raw where the tile is known to lie inside: a remainder in a hot loop costs instructions.
         """
         rm, rn = self.indices()
         mask = (rm < M)[:, None] & (rn < N)[None, :]
@@ -47,8 +47,9 @@ class Tile:
     def scale(self, acc, A_scale_ptr, B_scale_ptr, M, N, stride_a=1, stride_b=1):
         """``acc * a_scale[m] * b_scale[n]`` in float32.
 
-        ``A_scale_ptr``: one scale per row, length ``M``; ``B_scale_ptr``: one per column, length ``N``. A stride of 0
-        gives every row (column) the same scale.
+        ``A_scale_ptr``: one scale per row, length ``M``. ``B_scale_ptr``: one per column, length ``N``. With a stride
+        of 0
+        all rows (columns) share one scale.
         """
         rm, rn = self.indices()
         a_scale = tl.load(A_scale_ptr + rm.to(tl.int64) * stride_a, mask=rm < M, other=0.0)
@@ -57,7 +58,7 @@ class Tile:
 
     @triton.jit
     def bias(self, acc, bias_ptr, M, stride_bias=1):
-        """``acc + bias[m]`` in float32: one value per *row*, length ``M``. ``BiasView`` has the per-column one."""
+        """``acc + bias[m]`` in float32: one value per *row*, length ``M``. ``BiasView`` does it per column."""
         rm, _ = self.indices()
         bias = tl.load(bias_ptr + rm.to(tl.int64) * stride_bias, mask=rm < M, other=0.0)
         return acc.to(tl.float32) + bias.to(tl.float32)[:, None]

@@ -8,7 +8,7 @@ conversions take several for each.
 - int4 as 16 bits: the nibble becomes the last bits of 136 + q (bfloat16) or 1032 + q (float16), minus that.
 - fp4, fp8: sign, exponent and mantissa are moved into place, and the product by a power of two gives the exponent the
   other bias.
-- nf4: looked up byte by byte in a table of 16 values, which registers hold.
+- nf4, as any codebook: looked up byte by byte in a table of 16 values, which registers hold.
 - int8 as bfloat16: ``128 + q mod 128``, minus 128 or 256; pairs, as in ``unpack_words``, a 64th.
 
 ``FORMAT`` is a format's name. A tile of fp8 is given as uint8, by its bits, and none is NaN. The functions accept any
@@ -26,7 +26,11 @@ from qgemm.numerics.formats import FORMATS
 
 AND_XOR, _AND_OR, _CHOOSE = "0x6A", "0xEA", "0xCA"  # lop3's (a & b) ^ c, (a & b) | c and a ? b : c
 
-NF4 = tl.constexpr(FORMATS["nf4"].table)
+OF_4_BITS, OF_8_BITS = ([name for name, form in FORMATS.items() if form.bits == bits] for bits in (4, 8))
+"""The names of formats."""
+
+CODEBOOKS = tl.constexpr({name: form.table for name, form in FORMATS.items() if form.has_codebook})
+"""The values of codes by a format's name."""
 
 
 def _scaled_fp4(word, outs, scales):
@@ -52,8 +56,8 @@ def _scaled_nibble(lanes, nibble, out, scale):
 
 def unpacked(format, kind, word, pair, low, high):
     """Registers ``low`` and ``high`` of the codes in bytes 0 and 1 of ``word``; in 2 and 3 if ``pair`` is 1."""
-    if format == "nf4":
-        return _looked_up(kind, word, pair, low, high)
+    if FORMATS[format].has_codebook:
+        return _looked_up(format, kind, word, pair, low, high)
     if format == "int4":
         bits = {"bf16": "0x43084308", "f16": "0x64086408"}[kind]  # 136 and 1032, in which bit 3 is set
         lines = [f"prmt.b32 t, {word}, 0, {('0x4140', '0x4342')[pair]}; shr.b32 s, t, 4; mov.b32 m, {bits};"]
@@ -90,13 +94,11 @@ def _float(kind, lanes, mantissa, exponent, out):
     )
 
 
-def _looked_up(kind, word, pair, low, high):
+def _looked_up(format, kind, word, pair, low, high):
     """A nibble chooses a byte of each table of eight: two tables for each byte of a value, by the nibble's last bit."""
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
-    values = [
-        each & 0xFFFF
-        for each in torch.tensor(NF4.value, dtype=torch.float32, device="cpu").to(dtype).view(torch.int16).tolist()
-    ]
+    table = FORMATS[format].decode(torch.arange(16, dtype=torch.uint8, device="cpu"))
+    values = [each & 0xFFFF for each in table.to(dtype).view(torch.int16).tolist()]
     # m: the masks of the bytes whose nibbles' last bits are set.
     lines = [f"shr.b32 t, {word}, {16 * pair}; shl.b32 s, t, 4; prmt.b32 m, s, t, 0xD9C8; and.b32 t, t, 0x7777;"]
     for out, shift in (("a", 0), ("c", 8)):
@@ -121,12 +123,12 @@ def _programs():
             "mov.b32 a, {$3, $3}; mov.b32 b, {$4, $4}; fma.rn.bf16x2 u, t, a, b; mov.b32 {$0, $1}, u;"
         )
     for name, kind in (("bf16", "bf16"), ("fp16", "f16")):
-        for format in ("int4", "fp4", "nf4"):
+        for format in OF_4_BITS:
             both = [unpacked(format, kind, "$4", pair, f"${pair}", f"${2 + pair}") for pair in (0, 1)]
             found[f"{format} {name}"] = " ".join(both)
             pair = unpacked(format, kind, "$4", 0, "u", "v") + " mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v;"
             found[f"{format} {name} pair"] = pair
-        for format in ("int8", "fp8"):
+        for format in OF_8_BITS:
             found[f"{format} {name}"] = " ".join(widened(format, kind, "$2", pair, f"${pair}") for pair in (0, 1))
             found[f"{format} {name} pair"] = widened(format, kind, "$2", 0, "u") + " mov.b32 {$0, $1}, u;"
     # 128 + q, as the bits of a bfloat16, is that many of the smallest steps, 2^-133. Times 2^127, minus 2: a 64th of q.
@@ -151,9 +153,9 @@ def assembly(format, dtype, pair=""):
 
 @triton.jit
 def unpack(packed, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """The values of "int4", "fp4" or "nf4" as ``DTYPE``: the tiles of the low and the high half of uint8 ``packed``.
+    """The values of 4 bits as ``DTYPE``: the tiles of the low and the high half of uint8 ``packed``.
 
-    They are exact but for nf4's, which are float32 and rounded.
+    They are exact but for those of a codebook, which are float32 and rounded.
     """
     ASSEMBLY: tl.constexpr = assembly(FORMAT, DTYPE)
     if ASSEMBLY is not None:
@@ -312,7 +314,7 @@ def _decoded(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     elif FORMAT == "fp4":
         return _signed(_small_float(codes & 7, 1, 0.5), codes >> 3).to(DTYPE)
     else:
-        return rounded(_nf4_value(codes, 0, 16), DTYPE)
+        return rounded(_looked_up_value(codes, FORMAT, 0, 16), DTYPE)
 
 
 @triton.jit
@@ -330,17 +332,17 @@ def _signed(magnitudes, negative):
 
 
 @triton.jit
-def _nf4_value(codes, FIRST: tl.constexpr, COUNT: tl.constexpr):
+def _looked_up_value(codes, FORMAT: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """The value of codes, of which ``COUNT`` from ``FIRST`` on are left to choose from."""
     if COUNT == 1:
-        return tl.full(codes.shape, nf4_value(FIRST), tl.float32)
+        return tl.full(codes.shape, codebook_value(FORMAT, FIRST), tl.float32)
     else:
         HALF: tl.constexpr = COUNT // 2
-        low = _nf4_value(codes, FIRST, HALF)
-        return tl.where(codes >= FIRST + HALF, _nf4_value(codes, FIRST + HALF, HALF), low)
+        low = _looked_up_value(codes, FORMAT, FIRST, HALF)
+        return tl.where(codes >= FIRST + HALF, _looked_up_value(codes, FORMAT, FIRST + HALF, HALF), low)
 
 
 @constexpr_function
-def nf4_value(code):
+def codebook_value(format, code):
     """The value of a code."""
-    return NF4[code]
+    return CODEBOOKS.value[format][code]

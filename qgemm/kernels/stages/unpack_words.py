@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import constexpr_function
 
-from qgemm.kernels.stages.unpack import AND_XOR, unpacked, widened
+from qgemm.kernels.stages.unpack import AND_XOR, OF_4_BITS, OF_8_BITS, unpacked, widened
 
 INT4_BIAS = tl.constexpr(136)
 
@@ -92,7 +92,7 @@ def _program(format: str, kind: str, biased: bool, zeros: bool, scales: str) -> 
 
 def _programs() -> Iterator[tuple[str, str]]:
     for name, kind in (("bf16", "bf16"), ("fp16", "f16")):
-        for format in ("int4", "fp4", "nf4", "int8", "fp8"):
+        for format in (*OF_4_BITS, *OF_8_BITS):
             yield f"{format} {name} biased", _program(format, kind, True, False, "")
             for scales in SCALES:
                 for zeros in (False, True):

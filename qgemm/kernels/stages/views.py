@@ -4,11 +4,11 @@
 whatever the order in memory. ``ScaleView`` and ``BiasView`` are the vectors that an epilogue reads. The ``make_*``
 factories build them from a kernel's arguments.
 
-Offsets are 64-bit: a matrix may have more than 2^31 elements. Nothing is asserted about alignment or contiguity;
-Triton derives both from the arguments, and a claim that a partial tile breaks would give a wrong address. A tile's row
-offsets don't change along K, so the compiler lifts them, 64-bit or not, out of the K loop.
+Offsets are 64-bit: a matrix may have more than 2^31 elements. Nothing is asserted about alignment or contiguity: Triton
+derives both from the arguments, and a claim that doesn't hold for a partial tile would give a wrong address. A tile's
+row offsets don't change along K, so the compiler hoists them out of the K loop, 64-bit or not.
 
-An epilogue takes its bounds from the output that is stored to, never from the lengths its vectors were made with.
+An epilogue takes its bounds from the output that it stores to, never from the lengths its vectors were made with.
 """
 
 import triton
@@ -36,19 +36,19 @@ def _load(
     self,
     tile: Tile,
     boundary: tl.constexpr = False,
-    # Triton makes compile-time values of other defaults by itself, but not of strings.
+    # Triton makes other defaults compile-time values by itself, but not strings.
     cache_modifier: tl.constexpr = tl.constexpr(".cg"),
     rows: tl.constexpr = tl.constexpr("wrap"),
     cols: tl.constexpr = tl.constexpr("wrap"),
 ):
     """A tile's elements ``[block_m, block_n]``.
 
-    ``boundary=True`` gives 0 beyond the edges of the matrix. Without it, ``rows`` and ``cols`` say what happens there:
+    ``boundary=True`` reads 0 beyond the edges of the matrix. Without it, ``rows`` and ``cols`` say what happens there:
 
     - ``"wrap"``: elements from the other side are repeated. Right for rows and columns that the store masks, wrong
       along a dimension that is summed over.
-    - ``"mask"`` (rows only): 0, and nothing is read.
-    - ``"inside"``: the tile is known to lie inside.
+    - ``"mask"`` (rows only): gives 0 and reads nothing.
+    - ``"inside"``: the caller promises that the tile lies inside.
     """
     ptrs, mask = self.tile_ptrs(tile, rows == "wrap", cols == "wrap")
     if boundary:
@@ -93,7 +93,7 @@ class OutputView:
 
         ``data``: ``[block_m, block_n]``. ``scale``: a ``ScaleView`` or None. ``bias``: a ``BiasView`` or None.
         ``activation``: a ``@triton.jit`` function of the float32 values, or None. ``mask``: ``[block_m, block_n]``,
-        which elements to write; those outside the matrix never are.
+        which elements to write; elements outside the matrix are never written.
         """
         if scale is not None:
             data = scale.apply(data, tile, self.rows, self.cols)
@@ -154,7 +154,7 @@ def make_input_view(ptr, rows, cols, stride_row, stride_col):
 
 
 make_tensor_view = make_input_view
-"""The guide's name for ``make_input_view``."""
+"""The name that ``docs/stages.md`` uses for ``make_input_view``."""
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def make_output_view(ptr, rows, cols, stride_row, stride_col):
 
 @triton.jit
 def make_scale_view(a_scale_ptr, b_scale_ptr, M, N, stride_a=1, stride_b=1):
-    """A ``ScaleView`` over ``M`` row scales and ``N`` column scales. A stride of 0 stands for one scale for all."""
+    """A ``ScaleView`` over ``M`` row scales and ``N`` column scales. With a stride of 0, all share one scale."""
     return ScaleView(a_scale_ptr, b_scale_ptr, M, N, stride_a, stride_b)
 
 

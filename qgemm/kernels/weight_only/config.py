@@ -1,7 +1,7 @@
-"""How a product with a stored weight of 4 or 8 bits is computed: the tile shapes of Hopper's kernels.
+"""How a product with a stored 4- or 8-bit weight is computed: the tile shapes of Hopper's kernels.
 
-``select_ring``, ``select_few_rows`` and ``select_tiles`` choose by rules that H200s gave (docs/performance.md). Nothing
-is timed, so that the same problem always gets the same kernel.
+``select_ring``, ``select_few_rows`` and ``select_tiles`` choose by rules fitted to measurements on H200s
+(docs/performance.md). Nothing is timed at run time, so the same problem always gets the same kernel.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 MAX_FEW_ROWS = 16
 MAX_RING_ROWS = 32
 TILE_ROWS = 128  # of the weight
-COUNT_BITS = 4  # of a count of the programs that have finished their part of a shared tile
+COUNT_BITS = 4  # of the count of programs that have finished their part of a shared tile
 COUNTS_IN_A_WORD = 32 // COUNT_BITS
 MAX_PARTS = 2**COUNT_BITS - 1
 MAX_COUNTS = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD
-# In microseconds, as they choose best of what was timed on an H100; of 192 and 256 rows and 4 bits on an H200.
+# In microseconds, fitted so that the best of the timed tiles are chosen: on an H100; 192 and 256 rows with 4 bits on an
+# H200.
 BLOCK_TIMES = {
     4: {32: 0.88, 64: 1.12, 128: 1.53, 160: 1.98, 192: 2.33, 256: 2.88},
     8: {32: 1.1, 64: 1.23, 128: 1.7, 160: 2.16, 192: 2.4, 256: 3.04},
 }
-"""Of 256 values of K in a tile, by the weight's bits and rows of x."""
+"""The time of 256 values of K in a tile, by the weight's bits and the rows of x."""
 HANDOVER = 1.1
 PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
-# Where programs have parts of two tiles, they are at other values of K than their neighbours, which load the same x,
-# and with several rows of tiles the same weight.
+# Programs that have parts of two tiles are at other values of K than their neighbours, which load the same x and, with
+# several rows of tiles, the same weight.
 SECOND_PART = 1.6
 APART, APART_IN_A_ROW = 1.06, 1.14
 
@@ -40,18 +41,18 @@ class FewRows:
     """A tile of a product of up to 16 rows, for ``_few_rows_kernel``."""
 
     splits: int
-    """Warps that share K, block by block in turn."""
+    """The number of warps that share K, block by block in turn."""
     rows: int
-    """Of the weight: 16 or 32 for each of ``warps // splits`` warps."""
+    """Rows of the weight: 16 or 32 for each of ``warps // splits`` warps."""
     columns: int
-    """Rows of x, 8 or 16."""
+    """Rows of x: 8 or 16."""
     depth: int
-    """Slots of a warp for blocks of the weight, of which all but one are on their way."""
+    """A warp's slots for blocks of the weight; all but one are being loaded."""
     warps: int
     x_rows: int
-    """Of x in shared memory, as ``columns``, or 1."""
+    """Rows of x in shared memory: ``columns``, or 1."""
     registers: int | None = None
-    """Of a thread, at most."""
+    """The maximum number of registers per thread."""
 
 
 S = TypeVar("S", bound="Shareable")
@@ -59,38 +60,38 @@ S = TypeVar("S", bound="Shareable")
 
 @dataclass(frozen=True, kw_only=True)
 class Shareable:
-    """How programs share the last tiles along K, as ``Items`` has it. The last sharer of a tile adds up all parts."""
+    """How programs share the last tiles along K; see ``Items``. The last sharer of a tile adds up all parts."""
 
     shared: int = 0
-    """How many tiles."""
+    """The number of tiles that are shared."""
     sharers: int = 0
-    """How many programs share them."""
+    """The number of programs that share them."""
 
     @property
     def counts(self) -> int:
-        """Of programs that have finished their part, for each tile."""
+        """How many counts a tile has of the programs that have finished their part."""
         return 1
 
     @property
     def parts(self) -> int:
-        """How many programs share a tile, at most."""
+        """The maximum number of programs that share a tile."""
         return cdiv(self.sharers, self.shared) + (self.sharers % self.shared > 0)
 
     @property
     def unshared(self: S) -> S:
-        """The same tile, which has the same kernel however programs share it."""
+        """The same tile without sharing. Its kernel is the same however programs share it."""
         return replace(self, shared=0, sharers=0)
 
     def grid(self, tiles: int, programs: int) -> int:
-        """How many programs compute so many tiles, ``programs`` at most."""
+        """How many programs compute ``tiles`` tiles, at most ``programs``."""
         return min(tiles - self.shared, programs) or self.sharers
 
     def partial_sums(self, rows: int, columns: int) -> int:
-        """How many sums programs leave to one another, of tiles of so many rows and columns."""
+        """How many sums programs leave to one another, for tiles of ``rows`` rows and ``columns`` columns."""
         return (self.sharers + self.shared) * rows * columns
 
     def shared_by(self: S, shared: int, programs: int, steps: int) -> list[S]:
-        """Ways to share the last ``shared`` tiles of so many steps of K: each by as many programs, or all by all."""
+        """Ways to share the last ``shared`` tiles of ``steps`` steps: as many programs for each, or all for all."""
         if not 0 < shared * self.counts <= MAX_COUNTS:
             return []
         sharers = {*range(2 * shared, programs + 1, shared), programs}
@@ -103,29 +104,30 @@ class FewRowsRing(Shareable):
     """A tile of a product of up to 32 rows, for ``_few_rows_ring_kernel``."""
 
     splits: int
-    """Warps that share K, block by block in turn."""
+    """The number of warps that share K, block by block in turn."""
     rows: int
-    """Of the weight: 32 for each of ``warps // splits`` warps."""
+    """Rows of the weight: 32 for each of ``warps // splits`` warps."""
     columns: int
-    """Rows of x, 8, 16 or 32."""
+    """Rows of x: 8, 16 or 32."""
     depth: int
-    """Slots, each with a block of the weight and of x for all warps that share K."""
+    """The number of slots. Each has a block of the weight and of x for all warps that share K."""
     warps: int
     programs: int
-    """On a multiprocessor."""
+    """The number of programs on an SM."""
 
     @property
     def registers(self) -> int | None:
-        """Of a thread at the start, if there must be room for others; from then on those that multiply have most."""
+        """Registers per thread at launch, if other programs need room; later the multiplying warps get most of them."""
         return None if self.programs == 1 else 128
 
     def tiles(self, N: int) -> int:
-        """How many an output with ``N`` columns has."""
+        """How many tiles an output with ``N`` columns has."""
         return cdiv(N, self.rows)
 
 
-# 16 to 24 warps a multiprocessor keep enough of the weight on its way: where it has few rows more warps share K. Each
-# program reads all of x, from 9 rows on more than it reads of 16 rows of the weight: it has 32 or 64 of them.
+# 16 to 24 warps on an SM keep enough of the weight in flight: where the SM has few rows of it, more warps share K. Each
+# program reads all of x; from 9 rows of x on, that is more than 16 rows of the weight, so a program has 32 or 64 of
+# those.
 FEW_ROWS = {
     (4, 1): (FewRows(8, 16, 8, 3, 8, 1), FewRows(4, 32, 8, 3, 8, 1), FewRows(4, 16, 8, 4, 4, 1)),
     (4, 8): (FewRows(4, 16, 8, 4, 4, 8), FewRows(4, 32, 8, 2, 8, 8), FewRows(2, 32, 8, 4, 4, 8)),
@@ -134,9 +136,10 @@ FEW_ROWS = {
     (8, 8): (FewRows(4, 32, 8, 4, 8, 8), FewRows(4, 32, 8, 4, 8, 8), FewRows(4, 32, 8, 3, 8, 8)),
     (8, 16): (FewRows(4, 32, 16, 4, 8, 16), FewRows(4, 32, 16, 3, 8, 16), FewRows(2, 64, 16, 4, 8, 16)),
 }
-"""By the weight's bits and the rows of x, at most: of weights with up to 2 and 4 times 16 rows for each multiprocessor,
-and of longer ones."""
-# Slots fill shared memory, but for 4 to 32 KB in which sums of warps are exchanged.
+"""By the weight's bits and the maximum number of rows of x: the tiles of weights with up to 2 and up to 4 times 16 rows
+for each SM, and of weights with more.
+"""
+# The slots fill shared memory, except for 4 to 32 KB in which warps exchange sums.
 RING = {
     (4, 8): (
         (FewRowsRing(8, 32, 8, 3, 8, 1), 1.24),
@@ -170,39 +173,40 @@ RING = {
         (FewRowsRing(2, 128, 32, 4, 8, 1), 1.16),
     ),
 }
-"""By the weight's bits and the rows of x, at most: tiles, and the microseconds of a step where all multiprocessors have
-as many programs as they take."""
+"""By the weight's bits and the maximum number of rows of x: tiles, each with the microseconds of a step while every SM
+has as many programs as fit.
+"""
 RING_FEWER = {4: 0.88, 8: 0.72}
-"""The least share of a step's time that it takes where there are fewer programs."""
+"""The minimum fraction of a step's time that it takes while there are fewer programs."""
 RING_TILE_END = 0.25
 RING_HANDOVER = 2.3
 RING_PARTIAL_SUM = 1e-4  # of each part but the last
 TILES_LATER = 0.6
-"""Microseconds that tiles for more rows take besides, which this model and theirs leave out."""
+"""Microseconds that tiles for more rows take in addition, which both models leave out."""
 
 
 @dataclass(frozen=True)
 class Tiles(Shareable):
-    """A tile of a product of more rows, ``TILE_ROWS`` of the weight by ``columns`` rows of x; for ``_tiles_kernel``."""
+    """A tile of a product of more rows: ``TILE_ROWS`` of the weight by ``columns`` of x, for ``_tiles_kernel``."""
 
     columns: int
     x_depth: int
-    """Slots for x, ``panels`` of 64 columns each."""
+    """The number of slots for x, each with ``panels`` panels of 64 columns."""
     w_depth: int
-    """Slots for blocks of the weight."""
+    """The number of slots for blocks of the weight."""
     sums: bool = False
-    """Whether scales are applied to sums of groups, not to the unpacked values, if groups have at least 128."""
+    """Whether scales of groups with at least 128 values multiply the groups' sums instead of the unpacked values."""
     in_turn: int = 0
-    """Blocks whose panels are unpacked and multiplied in turn, without a pause; 0: those of a block at a time."""
+    """Of how many blocks panels are unpacked and multiplied in turn, without a pause; 0: a block's panels together."""
     panels: int = 2
     staging: int = 1
-    """Slots of a group of warps for what it stores."""
+    """The slots in which a group of warps stages its outputs."""
     group_size_m: int = 8
     """Rows of tiles that are computed together."""
 
     @property
     def counts(self) -> int:
-        """One for each group of warps."""
+        """One count for each group of warps."""
         return 2
 
     @property
@@ -212,7 +216,7 @@ class Tiles(Shareable):
         return (128, rest) if rest and self.columns > 128 else (self.columns,)
 
     def tiles(self, M: int, N: int) -> int:
-        """How many an output of ``[M, N]`` has."""
+        """How many tiles an output of ``[M, N]`` has."""
         return cdiv(M, self.columns) * cdiv(N, TILE_ROWS)
 
 
@@ -236,33 +240,35 @@ TILES = {
         Tiles(256, 5, 3, in_turn=1, panels=1),
     ),
 }
-"""By the weight's bits. Slots fill shared memory. With int4 and up to 64 rows of x, a slot has all panels of a block:
-fewer barriers. With 128 rows of x, registers hold no sums of groups besides, and with more no unpacked block either. In
-a single row of tiles of 128 a second slot for what is stored is faster, in several rows one more for x."""
+"""By the weight's bits. Slots fill shared memory. With int4 and up to 64 rows of x, a slot has all panels of a block,
+which needs fewer barriers. With 128 rows of x, the registers can't hold sums of groups as well, and with more rows no
+unpacked block either. For a single row of tiles with 128 rows of x, a second slot for staged outputs is faster; for
+several rows of tiles, another slot for x is.
+"""
 
 
 def fits_ring(M: int, K: int, form: StoredForm) -> bool:
-    """Whether a product has tiles for ``_few_rows_ring_kernel``: blocks that end with K, and scales of many values.
+    """Whether ``_few_rows_ring_kernel`` has tiles for a product: blocks that end with K, and scales of many values.
 
-    One row of 4 bits takes less time by ``_few_rows_kernel``.
+    A single row by a 4-bit weight is left to ``_few_rows_kernel``, which takes less time for it.
     """
     return M <= MAX_RING_ROWS and K % form.block == 0 and not form.scales_values and (M > 1 or form.bits == 8)
 
 
 def _columns(M: int) -> int:
-    """Of the smallest tile for ``M`` rows; 1 for a single one."""
+    """The columns of the smallest tile for ``M`` rows; 1 for a single one."""
     return 1 if M == 1 else next_power_of_2(max(M, 8))
 
 
 def select_ring(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> FewRowsRing:
-    """The tiles of a product that ``fits_ring``: those that take the least time by ``_ring_microseconds``."""
+    """The tiles of a product that ``fits_ring``: the fastest by ``_ring_microseconds``."""
     return _best_ring(M, N, K, form, limits)[1]
 
 
 def prefers_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> bool:
-    """Whether a product that ``fits_ring`` takes less time by ``Tiles``, as some of more than 16 rows and 4 bits do.
+    """Whether a product that ``fits_ring`` is faster with ``Tiles``, as some with more than 16 rows and 4 bits are.
 
-    With zero points tiles take longer than the model says.
+    With zero points, tiles take longer than the model says.
     """
     if M <= MAX_FEW_ROWS or form.bits > 4 or form.has_zeros:
         return False
@@ -281,7 +287,7 @@ def _best_ring(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -
 
 
 def _ring_microseconds(tile: FewRowsRing, step: float, N: int, blocks: int, bits: int, limits: DeviceLimits) -> float:
-    """About how long a product takes, but for what all take. Tiles that aren't shared come first."""
+    """Roughly how long a product takes, without what is the same for all tiles. Tiles that aren't shared come first."""
     capacity = tile.programs * limits.num_sms
     steps = cdiv(blocks, tile.splits)
 
@@ -299,13 +305,13 @@ def _ring_microseconds(tile: FewRowsRing, step: float, N: int, blocks: int, bits
 
 
 def select_few_rows(M: int, N: int, form: StoredForm, limits: DeviceLimits) -> FewRows:
-    """The tiles of another product of up to ``MAX_FEW_ROWS`` rows."""
+    """The tiles of a product of up to ``MAX_FEW_ROWS`` rows that doesn't fit the ring."""
     width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
     return FEW_ROWS[form.bits, _columns(M)][width]
 
 
 def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, exact: bool = True) -> Tiles:
-    """The tiles of a product of ``M`` rows, more than 16: those that take the least time by ``_microseconds``.
+    """The tiles of a product of ``M`` rows, more than 16: the fastest by ``_microseconds``.
 
     ``exact``: whether scales are values of the dtype of x. If not, they take registers, as zero points do.
     """
@@ -323,7 +329,7 @@ def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits,
 
 
 def _microseconds(tile: Tiles, M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> float:
-    """About how long a product takes, but for what all take. Tiles that aren't shared come first."""
+    """Roughly how long a product takes, without what is the same for all tiles. Tiles that aren't shared come first."""
     blocks = cdiv(K, form.block)
     rounds = float(cdiv(tile.tiles(M, N) - tile.shared, limits.num_sms) * blocks)
     time = 0.0

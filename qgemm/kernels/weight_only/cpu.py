@@ -3,7 +3,7 @@
 ``y = x @ ((q - z) * s).T`` in float32. The floats of a piece stay in a cache, where the product reads them. They are
 made without a step for each value: the high half of a byte, with the low half cleared, is 16 times an int4 as an int8,
 and so is the low half after a shift; the bits of an e4m3 or e2m1, moved, are a float16 of 2^-8 or 2^-14 its value,
-which is converted eight times as fast as an e4m3; codes of nf4 are looked up, by whole bytes.
+which is converted eight times as fast as an e4m3; codes of a codebook are looked up, by whole bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.scaled_weight import ScaledWeight
-from qgemm.numerics.formats import FP4, FP8, INT4, NF4, Format
+from qgemm.numerics.formats import FP4, FP8, INT4, Format
 from qgemm.numerics.groups import float_scale
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import HALF
@@ -63,7 +63,7 @@ class _Reader:
     def __init__(self, form: Format) -> None:
         self._form = form
         self.times = {INT4.name: 16.0, FP8.name: 2.0**-8, FP4.name: 2.0**-14}.get(form.name, 1.0)
-        if form is NF4:
+        if form.has_codebook:
             octets = torch.arange(256, dtype=torch.uint8, device="cpu")
             self._tables = form.decode(octets & 15), form.decode(octets >> 4)
 

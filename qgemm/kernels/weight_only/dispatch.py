@@ -1,7 +1,7 @@
-"""``weight_only_linear``: products with quantized weights, which ``qgemm.numerics.groups`` describes; their floats.
+"""``weight_only_linear``: products with the quantized weights of ``qgemm.numerics.groups``; and ``float_weight``.
 
-With rows in float, a CPU makes the float weight some rows at a time (``cpu.py``), and a GPU multiplies by the stored
-weight (``float_launcher.py``). With rows in int8 both multiply integers (``int8_cpu.py``, ``int8_launcher.py``).
+With float rows, a CPU dequantizes some rows of the weight at a time (``cpu.py``), and a GPU multiplies by the stored
+weight (``float_launcher.py``). With int8 rows, both multiply integers (``int8_cpu.py``, ``int8_launcher.py``).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def weight_only_linear(
 ) -> Tensor:
     """``x @ W.T + bias`` in the dtype of ``x``; ``W`` is ``weight.dequantize`` in that dtype, or nearer to exact.
 
-    ``x``: float ``[..., K]``. With ``weight.int8_activations``, the numbers of ``int4_int8_linear_reference``.
-    Groups are then of up to 131,071 values: of more, ``ValueError``, for int32 may not hold a sum.
-    ``residual``: ``[..., N]`` in the dtype of ``x``, added to the rounded product. ``recallable``: remember what is
-    found out about the call on a GPU, for others.
+    ``x``: float ``[..., K]``. With ``weight.int8_activations``, the result is that of ``int4_int8_linear_reference``,
+    and groups may have up to 131,071 values: with more, int32 may not hold a sum, and a ``ValueError`` is raised.
+    ``residual``: ``[..., N]`` in the dtype of ``x``, added to the rounded product. ``recallable``: on a GPU, remember
+    what was found out about the call for later calls.
     """
     x = x.resolve_neg()
     residual = None if residual is None else residual.resolve_neg()

@@ -1,7 +1,8 @@
-"""Products of up to 16 rows with weights of 4 and 8 bits on Hopper (sm_90), as they are stored, in Gluon.
+"""Products of up to 16 rows with stored 4- and 8-bit weights on Hopper (sm_90), in Gluon.
 
-A program has a tile; its warps copy blocks to shared memory themselves. For a single row by a weight of 4 bits, and for
-what the kernel with a ring doesn't accept: rows that end within a block of 128 bytes, scales of small groups.
+A program computes one tile; its warps copy blocks to shared memory themselves. Used for a single row by a 4-bit weight,
+and for what the kernel with a ring doesn't accept: rows that end within a block of 128 bytes, and scales of small
+groups.
 """
 
 from triton.experimental import gluon
@@ -19,7 +20,7 @@ from qgemm.kernels.weight_only.kernels import BLOCK
 
 @constexpr_function
 def copy_layout(tile, values, width):
-    """Threads side by side copy ``values`` each of a row of ``width``, 16 bytes."""
+    """Neighbouring threads copy ``values`` elements, 16 bytes, of a row of ``width``."""
     threads = width // values
     warps = [tile.splits, tile.warps // tile.splits, 1]
     return gl.BlockedLayout([1, 1, values], [1, 32 // threads, threads], warps, [2, 1, 0])
@@ -27,17 +28,17 @@ def copy_layout(tile, values, width):
 
 @aggregate
 class Blocks:
-    """Blocks of a matrix's rows on their way to shared memory: in each step one for each warp that shares K."""
+    """Blocks of a matrix's rows that are copied to shared memory: in each step, one for each warp that shares K."""
 
     slots: gl.shared_memory_descriptor
-    """For the blocks of so many steps, in turn."""
+    """Slots for the blocks of ``depth`` steps, used in turn."""
     pointers: gl.tensor
     column: gl.tensor
     end: gl.tensor
-    """Columns there are; zeros take the place of others."""
+    """The number of columns; beyond it zeros are written."""
     split: gl.tensor
     cache: gl.constexpr
-    """Through which caches a copy goes, in PTX."""
+    """The cache modifier of the copy in PTX."""
 
     @gluon.jit
     def copy(self, step):
@@ -51,16 +52,16 @@ class Blocks:
 
     @gluon.jit
     def slot(self, step):
-        """Where a step's blocks are."""
+        """The slot of a step's blocks."""
         DEPTH: gl.constexpr = self.slots.shape[0]
         return self.slots.index(step % DEPTH)
 
 
 @gluon.jit
 def _weight_blocks(weight, row, N, num_blocks, K, stride, FORM: gl.constexpr, TILE: gl.constexpr):
-    """Of the weight's rows from ``row`` on, by words of four bytes. Rows beyond the last are as good as any."""
+    """The ``Blocks`` of the weight's rows from ``row`` on, as words of four bytes. Rows beyond the last repeat it."""
     layout: gl.constexpr = copy_layout(TILE, 4, WORDS)
-    # Threads that read the same part of neighbouring rows meet no bank twice.
+    # With this swizzle, threads that read the same part of neighbouring rows have no bank conflicts.
     shape: gl.constexpr = [TILE.depth, TILE.splits, TILE.rows, WORDS]
     slots = gl.allocate_shared_memory(gl.int32, shape, gl.SwizzledSharedLayout(16, 1, 2, [2, 1, 0]))
     n = gl.minimum(row + gl.arange(0, TILE.rows, gl.SliceLayout(0, gl.SliceLayout(2, layout))), N - 1)
@@ -75,7 +76,7 @@ def _weight_blocks(weight, row, N, num_blocks, K, stride, FORM: gl.constexpr, TI
 
 @gluon.jit
 def _x_blocks(x, M, K, stride, WIDTH: gl.constexpr, TILE: gl.constexpr):
-    """Of the rows of x. Rows beyond the last are as good as any."""
+    """The ``Blocks`` of the rows of x. Rows beyond the last repeat it."""
     layout: gl.constexpr = copy_layout(TILE, 8, WIDTH)
     shape: gl.constexpr = [TILE.depth, TILE.splits, TILE.x_rows, WIDTH]
     slots = gl.allocate_shared_memory(x.dtype.element_ty, shape, gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
@@ -103,15 +104,15 @@ class CopiedBlocks:
 
     @gluon.jit
     def words(self, step, part, layout: gl.constexpr):
-        """The weight's, of which ``part`` is all."""
+        """The weight's words. There is only one ``part``, the whole block."""
         return self.w.slot(step).load(layout)
 
     @gluon.jit
     def x(self, step, half: gl.constexpr, part, layout: gl.constexpr):
-        """What half a block is multiplied by."""
+        """The values of x that half a block is multiplied by."""
         values = self.x_blocks.slot(step).slice(half * BLOCK, BLOCK, 2).permute((0, 2, 1)).load(layout)
         if self.tile.x_rows < self.tile.columns:
-            # Columns beyond the only one are as good as any.
+            # The other columns of the product aren't stored, so they may hold anything.
             COLUMNS: gl.constexpr = self.tile.columns
             values = gl.broadcast(values, gl.zeros([1, 1, COLUMNS], values.dtype, layout))[0]
         return values
@@ -130,7 +131,7 @@ def _few_rows_kernel(
         gdc_launch_dependents()
     row = gl.program_id(0) * TILE.rows
     num_blocks = gl.cdiv(K, WIDTH)
-    # Multiples of 8, which the compiler knows only of multiples of 16.
+    # K is a multiple of 8, but the compiler only detects multiples of 16.
     K = K // 8 * 8
     w_blocks = _weight_blocks(weight, row, N, num_blocks, K, stride_wn, FORM, TILE)
     for i in gl.static_range(DEPTH - 1):

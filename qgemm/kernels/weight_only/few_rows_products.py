@@ -1,7 +1,7 @@
-"""Products of up to 32 rows with weights of 4 and 8 bits on Hopper: what both kernels for them compute, in Gluon.
+"""Products of up to 32 rows with 4- and 8-bit weights on Hopper: the part that both kernels for them share. In Gluon.
 
-The operands are swapped: rows of the weight are those of ``mma.sync``, rows of x its columns. Each warp has blocks of K
-of its own, or shares them with others that have other rows of the weight; in the end their sums are added up.
+The operands are swapped: rows of the weight are the rows of ``mma.sync``'s product, rows of x its columns. For each
+set of rows of the weight, ``tile.splits`` warps share K block by block; in the end their sums are added up.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,7 @@ WORDS = gl.constexpr(BLOCK.value // 4)
 
 @constexpr_function
 def how_scaled(scales_values, scale, dtype):
-    """Which of ``unpack_words``'s ways: by one factor if the scales are of few bits, or as wide as the values."""
+    """How ``unpack_words`` scales: by one factor if it is exact in the values' dtype, else by two, or in float32."""
     if not scales_values:
         return ""
     if dtype == gl.float16:
@@ -28,32 +28,32 @@ def how_scaled(scales_values, scale, dtype):
 
 @constexpr_function
 def sums_layout(tile):
-    """Of each of the warps that share K, rows of the weight and of x."""
+    """The layout of sums: ``[warps that share K, rows of the weight, rows of x]``."""
     return gl.NVMMADistributedLayout([2, 0], [tile.splits, tile.warps // tile.splits, 1], [1, 16, 8])
 
 
 @constexpr_function
 def gathered_layout(tile):
-    """A thread has the sums of all warps that share K; threads side by side have rows of the weight side by side."""
+    """A thread has the sums of all warps that share K; neighbouring threads have neighbouring rows of the weight."""
     rows = min(tile.rows, 32)
     return gl.BlockedLayout([tile.splits, 1, 1], [1, rows, 32 // rows], [1, 1, tile.warps], [1, 2, 0])
 
 
 @aggregate
 class Groups:
-    """Scales of a program's rows of the weight, and zero points: pointers to those of the rows' first groups."""
+    """The scales and zero points of a program's rows of the weight: pointers to those of the rows' first groups."""
 
     scale: gl.tensor
     zero_point: OPTIONAL
     split: gl.tensor
     part: OPTIONAL
-    """Of half a block, the begin of each 16 bytes, or None if half a block has one group."""
+    """Where each 16 bytes of half a block begin, or None if half a block has one group."""
     K: gl.tensor
     form: gl.constexpr
 
     @gluon.jit
     def load(self, step):
-        """``(scales, zero points)`` of a step's halves of blocks."""
+        """``(scales, zero points)`` of a step, for each half of its blocks."""
         SPLITS: gl.constexpr = self.split.shape[0]
         GROUP: gl.constexpr = self.form.group
         ZERO_GROUP: gl.constexpr = GROUP if GROUP > 0 else 1 << 30  # one for a row
@@ -66,7 +66,7 @@ class Groups:
 def _groups(scale, zero_point, row, N, K, stride, FORM: gl.constexpr, TILE: gl.constexpr):
     """The ``Groups`` of the weight's rows from ``row`` on."""
     mma: gl.constexpr = sums_layout(TILE)
-    # Of each 16 bytes of a row, or of rows.
+    # For each 16 bytes of a row if values are scaled, else for each row.
     layout: gl.constexpr = gl.DotOperandLayout(0, mma, 1) if FORM.scales_values else mma
     rows: gl.constexpr = gl.SliceLayout(2, layout)
     split = gl.arange(0, TILE.splits, gl.SliceLayout(1, rows))
@@ -87,9 +87,9 @@ def _groups(scale, zero_point, row, N, K, stride, FORM: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def _load_groups(values, part, block, K, GROUP: gl.constexpr, FORM: gl.constexpr):
-    """Of the groups of a block's halves, ``values``: scales or zero points, or None. Zeros beyond K.
+    """Loads the scales or zero points of the groups in each half of a block, zeros beyond K; () if ``values`` is None.
 
-    ``part``: of half a block, the begin of each 16 bytes, or None if half a block has one group.
+    ``part``: where each 16 bytes of half a block begin, or None if half a block has one group.
     """
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     loaded = ()
@@ -107,14 +107,14 @@ def _load_groups(values, part, block, K, GROUP: gl.constexpr, FORM: gl.constexpr
 
 @gluon.jit
 def _halves(pair, DTYPE: gl.constexpr):
-    """The two 16-bit values in words."""
+    """The two 16-bit values of each word."""
     low = (pair & 0xFFFF).to(gl.uint16).to(DTYPE, bitcast=True)
     return low, (pair.to(gl.uint32, bitcast=True) >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
 
 
 @gluon.jit
 def _of_words(values, layout: gl.constexpr):
-    """Values ``[s, n, 8]`` of 16 bytes each, for each of their words."""
+    """Values ``[s, n, 8]``, one for each 16 bytes, repeated for each of their words."""
     S: gl.constexpr = values.shape[0]
     ROWS: gl.constexpr = values.shape[1]
     values = gl.join(values, values)
@@ -124,13 +124,13 @@ def _of_words(values, layout: gl.constexpr):
 
 @gluon.jit
 def _twice(values, DTYPE: gl.constexpr):
-    """int32 of which either half is a value as ``DTYPE``."""
+    """int32 words that hold each of ``values``, as ``DTYPE``, in both halves."""
     return (values.to(DTYPE).to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001).to(gl.int32, bitcast=True)
 
 
 @gluon.jit
 def _factors(raw, layout: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr):
-    """What ``unpack_words`` multiplies by: scales as they are stored, of each 16 bytes."""
+    """The factors of ``unpack_words``, from the stored scales of each 16 bytes."""
     factors = ()
     for half in gl.static_range(len(raw)):
         scale = scale_value(raw[half])
@@ -146,7 +146,7 @@ def _factors(raw, layout: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexp
 
 @gluon.jit
 def _zero_points(raw, words, FORM: gl.constexpr, DTYPE: gl.constexpr):
-    """What ``unpack_words`` takes for zero points of ``words``; ``raw``: of each 16 bytes, or of rows ``[s, n]``."""
+    """The zero points of ``unpack_words``. ``raw``: the stored ones, for each 16 bytes or for each row, ``[s, n]``."""
     SHAPE: gl.constexpr = words.shape
     layout: gl.constexpr = words.type.layout
     FORMAT: gl.constexpr = FORM.name
@@ -163,9 +163,9 @@ def _zero_points(raw, words, FORM: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _in_words(values, mma: gl.constexpr):
-    """``[s, k, m]`` of x, 16 neighbours along K a thread, as four at a time are for an instruction.
+    """x, ``[s, k, m]`` with 16 neighbours along K per thread, in an instruction's layout with four per thread.
 
-    No value moves: K is in another order, the one that the weight's words are in.
+    No value moves to another thread: K is permuted, in the same way as in the weight's words.
     """
     layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     S: gl.constexpr = values.shape[0]
@@ -176,7 +176,7 @@ def _in_words(values, mma: gl.constexpr):
 
 @gluon.jit
 def _operand(parts, mma: gl.constexpr):
-    """The four values of each word ``[s, n, word]``, in tiles of their own, as operand A: ``[s, n, k]``."""
+    """The four values of each word ``[s, n, word]``, which are in four tiles, as operand A: ``[s, n, k]``."""
     layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     S: gl.constexpr = parts[0].shape[0]
     ROWS: gl.constexpr = parts[0].shape[1]
@@ -188,11 +188,11 @@ def _operand(parts, mma: gl.constexpr):
 
 @gluon.jit
 def _minus_bias(M, COUNT: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):
-    """Operand A of a product that takes ``INT4_BIAS`` from ``COUNT`` values of each row."""
+    """Operand A of a product that subtracts ``INT4_BIAS`` from ``COUNT`` values of each row."""
     SPLITS: gl.constexpr = TILE.splits
     ROWS: gl.constexpr = TILE.rows
     ml: gl.constexpr = gl.DotOperandLayout(0, sums_layout(TILE), 2)
-    # Not constants to the assembler, which would make them anew for each product.
+    # Written so that the assembler doesn't see constants, which it would recompute for each product.
     n = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, ml)))[None, :, None]
     j = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, ml)))[None, None, :]
     same = gl.zeros([SPLITS, ROWS, COUNT], gl.int32, ml) + (1 | (M + (n & 8) + (j & 8)) >> 31)
@@ -203,7 +203,7 @@ def _minus_bias(M, COUNT: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr)
 def _unpack(
     words, scales, zeros, SCALE: gl.constexpr, DTYPE: gl.constexpr, BIASED: gl.constexpr, FORM: gl.constexpr
 ):  # fmt: skip
-    """What ``unpack_words`` makes of a step's blocks: less zero points, and times the scales of small groups."""
+    """A step's blocks by ``unpack_words``: minus zero points, and times the scales of small groups."""
     FORMAT: gl.constexpr = FORM.name
     SCALES: gl.constexpr = how_scaled(FORM.scales_values, SCALE, DTYPE)
     layout: gl.constexpr = words.type.layout
@@ -218,34 +218,34 @@ def _unpack(
 
 @constexpr_function
 def is_biased(form, tile, dtype):
-    """Whether a product of x takes away what low nibbles are more than their values; of few columns at less cost."""
+    """Whether the offset of low nibbles is subtracted by a product with x, which is cheaper for few columns."""
     plain = form.name == "int4" and not form.scales_values and not form.has_zeros
     return plain and dtype == gl.bfloat16 and tile.columns == 8
 
 
 @constexpr_function
 def scales_sums(form):
-    """Whether scales are of groups whose sums are multiplied by them."""
+    """Whether the sums of groups are multiplied by their scales."""
     return form.group > 0 and not form.scales_values
 
 
 @aggregate
 class Products:
-    """Of a program's rows of the weight with x: from blocks of K to outputs."""
+    """The products of a program's rows of the weight with x, from blocks of K to outputs."""
 
     scale: gl.tensor
     zero_point: OPTIONAL
     stride: gl.tensor
-    """Of rows of both."""
+    """The stride of the rows of both."""
     minus_bias: gl.tensor
-    """Operand A of a product that takes away what low nibbles are more than their values, of a part of half a block."""
+    """Operand A of a product that subtracts the offset of low nibbles, for a part of half a block."""
     N: gl.tensor
     K: gl.tensor
     dtype: gl.constexpr
     form: gl.constexpr
     tile: gl.constexpr
     parts: gl.constexpr
-    """In how many a step's blocks are unpacked and multiplied."""
+    """The number of parts in which a step's blocks are unpacked and multiplied."""
 
     @gluon.jit
     def groups(self, row):
@@ -254,7 +254,7 @@ class Products:
 
     @gluon.jit
     def zeros(self):
-        """Sums ``[splits, rows, columns]`` of nothing: one, or if they aren't scaled one for each half of blocks."""
+        """Zero sums ``[splits, rows, columns]``: one tensor, or one for each half of blocks if sums aren't scaled."""
         SPLITS: gl.constexpr = self.tile.splits
         ROWS: gl.constexpr = self.tile.rows
         COLS: gl.constexpr = self.tile.columns
@@ -263,9 +263,9 @@ class Products:
 
     @gluon.jit
     def add(self, acc, blocks, slot, factors):
-        """``acc`` plus the products of a step: of what ``blocks`` has in ``slot``, by its methods ``words`` and ``x``.
+        """``acc`` plus the products of a step, whose operands ``blocks.words`` and ``blocks.x`` read from ``slot``.
 
-        ``factors``: scales and zero points, from ``Groups.load``.
+        ``factors``: the step's scales and zero points, from ``Groups.load``.
         """
         SCALE: gl.constexpr = self.scale.dtype.element_ty
         HALVES: gl.constexpr = 2 if self.form.bits == 4 else 1
@@ -286,7 +286,7 @@ class Products:
                 b = _in_words(blocks.x(slot, half, part, xl), mma)
                 own = mma_v2(_operand(values[half], mma), b, sums[half])
                 if BIASED and half == 0:
-                    # Two chains of products are shorter than one.
+                    # Two short chains of products instead of a long one.
                     own = own + mma_v2(self.minus_bias, b, nothing)
                 added = added + (own,)
             sums = added
@@ -300,7 +300,7 @@ class Products:
 
     @gluon.jit
     def total(self, acc):
-        """``[rows, columns]``: of all warps' sums."""
+        """The sums over all warps that share K, ``[rows, columns]``."""
         of_splits = acc[0]
         if not scales_sums(self.form):
             of_splits = of_splits * times_of_words(self.form.name, self.dtype, 0)
@@ -310,7 +310,7 @@ class Products:
 
     @gluon.jit
     def store(self, total, row, epilogue, out, stride):
-        """Outputs of the weight's rows from ``row`` on: ``total``, times scales of rows if there are such."""
+        """Stores ``total``, times the scales of rows if there are any, for the weight's rows from ``row`` on."""
         rl: gl.constexpr = total.type.layout
         n = row + gl.arange(0, self.tile.rows, gl.SliceLayout(1, rl))
         m = gl.arange(0, self.tile.columns, gl.SliceLayout(0, rl))
@@ -328,6 +328,6 @@ def products_of(
     scale, zero_point, stride, M, N, K, DTYPE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
-    """The ``Products`` of ``M`` rows."""
+    """The ``Products`` of ``M`` rows of x."""
     minus_bias = _minus_bias(M, BLOCK // PARTS, DTYPE, TILE)
     return Products(scale, zero_point, stride, minus_bias, N, K, DTYPE, FORM, TILE, PARTS)

@@ -1,12 +1,13 @@
-"""As ``few_rows_hopper_kernels``, up to 32 rows, with blocks that TMA brings; for whole blocks of 128 bytes, without
-small groups.
+"""Products of up to 32 rows with stored 4- and 8-bit weights on Hopper (sm_90): TMA fills a ring. In Gluon.
 
-A warp of each program has TMA fill a ring of slots, each with a block of the weight for every warp that shares K, and
-what it is multiplied by. Programs stay on their multiprocessor and compute tiles in turn, so that the next tile's
-blocks come while the sums of one are added up; where the last round has few tiles, they share the K of these
-(``items``). Of 16 rows a program reads more of x from shared memory than of the weight: so each warp multiplies 32 rows
-of the weight with what it has read. int4 is 2.7 times as fast as bfloat16 with 16 rows and 2.0 times with 32, where
-``wgmma`` is at 1.9 (docs/performance.md).
+As ``few_rows_hopper_kernels``, but for rows that consist of whole blocks of 128 bytes, and without small groups.
+
+One warp of each program keeps TMA filling a ring of slots. A slot has a block of the weight for every warp that shares
+K, and the values of x that these blocks are multiplied by. Programs are persistent, so that the next tile's blocks
+arrive while one tile's sums are added up; where the last wave has few tiles, programs share their K (``items``). With
+16 rows, a program reads more of x from shared memory than of the weight, so each warp multiplies what it has read by 32
+rows of the weight. int4 is 2.7 times as fast as bfloat16 with 16 rows and 2.0 times with 32, where ``wgmma`` reaches
+1.9 times (docs/performance.md).
 """
 
 from triton.experimental import gluon
@@ -23,7 +24,7 @@ from qgemm.kernels.weight_only.items import Items
 from qgemm.kernels.weight_only.kernels import BLOCK
 from qgemm.kernels.weight_only.partial_sums import add_parts
 
-PANEL = gl.constexpr(64)  # values of x, as wide as TMA swizzles; and of a part of half a block
+PANEL = gl.constexpr(64)  # values of x in the width of TMA's swizzle, and in a part of half a block
 PARTS = gl.constexpr(BLOCK.value // PANEL.value)
 
 
@@ -36,11 +37,11 @@ class RowsRing:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     panels: gl.constexpr
-    """Of x, in a slot."""
+    """The number of panels of x in a slot."""
 
     @gluon.jit
     def load_weight(self, X, W, slot, step, row):
-        """Starts loading a step's blocks of the weight's rows from ``row`` on, into a slot that waits for x as well."""
+        """Starts loading a step's blocks of the weight's rows from ``row`` on. The slot's barrier expects x, too."""
         full = self.full.index(slot)
         mbarrier.expect(full, PARTS * W.block_type.nbytes + self.panels * X.block_type.nbytes)
         for i in gl.static_range(PARTS):
@@ -49,19 +50,19 @@ class RowsRing:
 
     @gluon.jit
     def load_x(self, X, slot, step):
-        """Starts loading what they are multiplied by."""
+        """Starts loading the values of x that the step's blocks are multiplied by."""
         for i in gl.static_range(self.panels):
             to = self.x_panels.index(slot * self.panels + i)
             load_block(X, [step * X.block_shape[0], 0, i * PANEL], self.full.index(slot), to)
 
     @gluon.jit
     def words(self, slot, part: gl.constexpr, layout: gl.constexpr):
-        """A part of the weight's blocks."""
+        """A part of the weight's blocks, as words."""
         return self.w.index(slot * PARTS + part).load(layout)
 
     @gluon.jit
     def x(self, slot, half: gl.constexpr, part: gl.constexpr, layout: gl.constexpr):
-        """What it is multiplied by, half by half."""
+        """The values of x that ``part`` of ``half`` the blocks is multiplied by."""
         return self.x_panels.index(slot * self.panels + half * PARTS + part).permute((0, 2, 1)).load(layout)
 
 
@@ -70,7 +71,7 @@ def _produce(X, W, ring, items, ROWS: gl.constexpr):
     DEPTH: gl.constexpr = ring.full.shape[0]
     gdc_launch_dependents()
     turns = items.turns()
-    # Weights don't change: the first come while the kernel ahead in the stream ends.
+    # Weights don't change, so the first blocks are loaded while the preceding kernel in the stream ends.
     ahead = 0
     for turn in range(gl.minimum(turns, DEPTH)):
         index, first, last = items.part(turn)
@@ -105,8 +106,8 @@ def _consume(
     loaded = groups.load(first)
     gdc_wait()
     i = 0
-    # Of the step before. It is given back in the next step, or after the last one: only then have the instructions been
-    # issued that wait for its loads, which TMA doesn't.
+    # The previous step's slot. It is released in the next step, or after the last one: only then have the instructions
+    # been issued that wait for the loads from the slot. TMA doesn't wait for those loads.
     slot = i
     for turn in range(turns):
         index, first, last = items.part(turn)
@@ -136,7 +137,7 @@ def _consume(
 
 @gluon.jit
 def _places(sums):
-    """Where among partial sums each is: threads side by side have rows of the weight side by side."""
+    """The place of each sum among those of a part: neighbouring threads have neighbouring rows of the weight."""
     i = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))[:, None]
     return i + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))[None, :] * sums.shape[0]
 

@@ -1,12 +1,12 @@
-"""Launcher of ``weight_only_linear`` with rows in float on GPU tensors; calls of a kind share the choice of kernels.
+"""Launcher of ``weight_only_linear`` with float rows on GPU tensors. Calls of a kind share the choice of kernels.
 
 - Hopper, up to 32 rows: tiles that read the weight once (``_few_rows_ring_kernel``, or up to 16 rows
-  ``_few_rows_kernel``); more rows, and more than 16 where that is faster: tiles that unpack the weight between shared
-  memory and the tensor cores (``_tiles_kernel``).
-- Any other GPU, and what Hopper's kernels don't accept (float32, groups that are no multiple of 16, K or strides that
-  are no multiples of 16 bytes; in tiles, small groups but of 16, 32 and 64, their scales if they are no multiple of 4
-  bytes a row, and more than 16 rows for each value of a small group): plain Triton up to 64 rows; more rows are
-  multiplied by PyTorch, with the float weight made for the call.
+  ``_few_rows_kernel``). With more rows, or from 17 rows on where that is faster: tiles that unpack the weight between
+  shared memory and the tensor cores (``_tiles_kernel``).
+- Any other GPU, and what Hopper's kernels don't accept: plain Triton up to 64 rows; for more rows, the weight is
+  dequantized for the call and PyTorch multiplies. Hopper's kernels don't accept float32, groups that aren't a multiple
+  of 16, and K or strides that aren't a multiple of 16 bytes. Tiles don't accept small groups other than 16, 32 and 64,
+  their scales if a row of them isn't a multiple of 4 bytes, and more than 16 rows for each value of a small group.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from qgemm.kernels.weight_only.config import (
 )
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-MAX_PLAIN_ROWS = 64  # from more rows on PyTorch's product with a float weight is faster
+MAX_PLAIN_ROWS = 64  # for more rows, PyTorch's product with a float weight is faster
 PLAIN_COLUMNS = 16
 DEQUANTIZED_ROWS = 16
 PANEL = 64  # columns of x that are copied at a time
-VECTOR_BYTES = 16  # that a thread reads of a row, with one scale
+VECTOR_BYTES = 16  # of a row that a thread reads, all with one scale
 SMALL_GROUPS = (16, 32, 64)  # of tiles
 WORD = 4  # bytes
-MAX_KEPT_SUMS = 2**21  # float32 in memory that a stream keeps; more take so long that an allocation doesn't
-MAX_ROWS_BY_GROUP = 16  # for each value of a small group; a float weight takes less time for more
+MAX_KEPT_SUMS = 2**21  # float32 in memory that a stream keeps; with more, a product takes longer than an allocation
+MAX_ROWS_BY_GROUP = 16  # for each value of a small group; with more rows, a float weight is faster
 
 
 def weight_only_linear(
     x: Tensor, weight: ScaledWeight, residual: Tensor | None = None, recallable: bool = False
 ) -> Tensor:
-    """``dispatch.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order.
+    """``dispatch.weight_only_linear`` of checked arguments. The columns of ``x`` are in the weight's order.
 
-    ``recallable``: remember what is found out about the call, for others. Not where a tensor isn't read as it is.
+    ``recallable``: remember what was found out about the call for later calls, unless a tensor had to be converted.
     """
     bias, K, format, group_size = weight[5:9]
     values, scale, zero_point, global_scale = _as_read(weight)
@@ -91,7 +91,7 @@ def weight_only_linear(
 
 
 def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
-    """``weight.dequantize(dtype)`` by one kernel, bit for bit, columns in the order of the values'; not in float64."""
+    """``weight.dequantize(dtype)`` by one kernel, bit for bit, in the column order of ``values``; not in float64."""
     values, scale, zero_point, global_scale = _as_read(weight)
     N, K = values.shape[0], weight.in_features
     out = values.new_empty((N, K), dtype=dtype)
@@ -110,7 +110,7 @@ def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _as_read(weight: ScaledWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Values, scales, zero points and global scale as kernels read them: columns side by side, e4m3 as bytes."""
+    """Values, scales, zero points and global scale as kernels read them: with contiguous columns, e4m3 as bytes."""
     values, scale = with_contiguous_columns(weight.values), with_contiguous_columns(weight.scale)
     if values.dtype == torch.float8_e4m3fn:
         values = values.view(torch.uint8)
@@ -132,19 +132,19 @@ def _dequantize_launch(form: StoredForm, N: int, K: int, stride_wn: int, stride_
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The launches of calls of a kind. Each takes its own of the call's tensors."""
+    """The launches of calls of a kind. Each launch picks its own from the call's tensors."""
 
     shape: tuple[int, int]
     product: Launch | None
-    """None where there is nothing to compute."""
+    """None if there is nothing to compute."""
     may_share: bool = False
     """Whether programs of its kernel may share tiles."""
     words: torch.dtype | None = None
-    """As what the product reads the weight, if not as it is stored."""
+    """The dtype that the product views the weight as, if not the stored one."""
     partial: int = 0
-    """float32 sums that programs which share tiles leave to one another."""
+    """How many float32 sums programs that share tiles leave to one another."""
     made: tuple[int, int] | None = None
-    """The shape of the float weight, where ``product`` makes that and no more."""
+    """The shape of the float weight, if ``product`` only dequantizes."""
 
     def run(
         self,
@@ -180,7 +180,7 @@ class Plan:
         return out
 
     def _run_by_driver(self, launch: DriverLaunch, x: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
-        """Launches with addresses alone, if that can be."""
+        """Launches with addresses alone, if possible; returns whether it was."""
         addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
         merged = 0
         for address in addresses:
@@ -200,7 +200,7 @@ class Plan:
         return True
 
     def stored(self, weight: Tensor) -> Tensor:
-        """The weight as the product reads it."""
+        """The weight, viewed as the product reads it."""
         return weight if self.words is None else weight.view(self.words)
 
     def reads_any_input(self) -> bool:
@@ -208,7 +208,7 @@ class Plan:
         return self.product is not None and self.made is None
 
     def recalled(self, rows: tuple[int, ...], out_shape: tuple[int, ...]) -> Run:
-        """What computes calls of the kind, whose input has ``rows`` in its memory; None where one isn't aligned."""
+        """A function for calls of the kind. It views x as ``rows``, and returns None if an argument isn't aligned."""
 
         def run(
             x: Tensor,
@@ -236,12 +236,12 @@ def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _captured(stream: int) -> bool:
-    """Whether the current ``stream``'s work goes to a CUDA graph. That of the default stream, 0, never does."""
+    """Whether the work of the current ``stream`` goes to a CUDA graph. That of the default stream, 0, never does."""
     return stream != 0 and memory.is_capturing()
 
 
 def _counts(x: Tensor) -> Tensor:
-    """``COUNTS_BYTES`` of zeros, or more bytes, for programs that share tiles."""
+    """``COUNTS_BYTES`` of zeros or more, for programs that share tiles."""
     if not x.is_cuda:
         return x.new_zeros(memory.COUNTS_BYTES, dtype=torch.int8)
     device = x.get_device()
@@ -249,7 +249,7 @@ def _counts(x: Tensor) -> Tensor:
     if not _captured(stream):
         return memory.stream_buffer(device, stream, memory.COUNTS_BYTES)
     counts = memory.graph_counts(device)
-    if counts is None:  # a kernel of the graph makes them zeros
+    if counts is None:  # in a graph, a kernel sets them to zero
         counts = torch.zeros(memory.COUNTS_BYTES // 4, dtype=torch.int32, device=x.device)
     return counts.view(torch.int8)
 
@@ -305,14 +305,14 @@ def _fits_hopper(form: StoredForm, x: Tensor, weight: Tensor) -> bool:
 
 
 def _reads_pairs(form: StoredForm, K: int, scale: Tensor) -> bool:
-    """Whether the scales of a block's halves are 32 bits that may be loaded together."""
+    """Whether the scales of a block's two halves are 32 bits that may be loaded together."""
     if form.bits == 8 or form.group != BLOCK_BYTES or K % form.block:
         return False
     return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0
 
 
 def _fits_tiles(M: int, form: StoredForm, factors: Tensor) -> bool:
-    """Whether ``_tiles_kernel`` is for such scales, or zero points: of small groups it loads 32 bits at a time."""
+    """Whether ``_tiles_kernel`` accepts such scales or zero points: those of small groups are loaded in 32 bits."""
     if form.group % BLOCK_BYTES == 0:
         return True
     if form.group not in SMALL_GROUPS or MAX_ROWS_BY_GROUP * form.group < M or factors.data_ptr() % WORD:

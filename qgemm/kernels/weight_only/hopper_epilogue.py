@@ -1,4 +1,4 @@
-"""``SwappedEpilogue``: from sums ``[n, m]``, rows of the weight by rows of x, to outputs, for Hopper, in Gluon."""
+"""``SwappedEpilogue``: from sums ``[n, m]``, rows of the weight by rows of x, to outputs. For Hopper, in Gluon."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,7 +11,7 @@ from qgemm.kernels.stages.epilogue import added
 class SwappedEpilogue:
     """``sums[n, m] * global_scale[0] / global_scale[1] + bias[n]``, rounded, plus ``residual[m, n]``.
 
-    Each may be None. The residual has contiguous columns; ``stride`` is that of its rows.
+    Each operand may be None. The residual has contiguous columns; ``stride`` is the stride of its rows.
     """
 
     global_scale: OPTIONAL
@@ -45,7 +45,7 @@ class SwappedEpilogue:
 
     @gluon.jit
     def load_residual(self, n, m):
-        """The residual at rows ``n`` of the weight and ``m`` of x, in a tuple; an empty one if there is none."""
+        """The residual at rows ``n`` of the weight and ``m`` of x, as a tuple of one; empty if there is none."""
         found = ()
         if self.residual is not None:
             there = self.residual + m.to(gl.int64)[None, :] * self.stride + n[:, None]

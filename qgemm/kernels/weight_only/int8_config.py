@@ -1,4 +1,4 @@
-"""Which tiles a product of int4 weights by int8 rows has on Hopper: ``Int8Config``, chosen by ``select_config``."""
+"""The tile of a product of int4 weights by int8 rows on Hopper: ``Int8Config``, chosen by ``select_config``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import HALF
 
 BLOCK = 256  # values along K in 128 bytes of a packed row
-MAX_FEW_ROWS = 16  # of x, for the kernel with the smaller instructions
-MIN_ROWS_FOR_STEPS = 65  # with fewer, scaling sums takes less than multiplying values
+MAX_FEW_ROWS = 16  # of x, for the kernel with the smaller tensor-core instructions
+MIN_ROWS_FOR_STEPS = 65  # with fewer rows, scaling sums takes less time than multiplying values
 MAX_STAGES = 8
-ROW_COUNTS = COUNTS_BYTES // 4 - 2  # behind the counts of shared tiles, where programs count rows that are quantized
+ROW_COUNTS = COUNTS_BYTES // 4 - 2  # behind the counts of shared tiles: counts of the rows that are quantized
 RESERVED_BYTES = 2048  # of shared memory, for barriers
-# Of an H200, in microseconds and bytes, as they choose best of what was timed.
+# For an H200, in microseconds and bytes, fitted so that the best of the timed configs are chosen.
 # A block is a tile's values along BLOCK of K.
 _BLOCK_LATENCY = 0.15
-_LATENCY_OF_SPLITS, _LATENCY_OF_FOUR = 0.08, 0.12  # groups of warps with other blocks of K, and four with other rows
+_LATENCY_OF_SPLITS, _LATENCY_OF_FOUR = 0.08, 0.12  # groups of warps with other blocks of K; four with other rows
 _GROUPS_LATENCY = 0.035  # what scaling adds
 _PRODUCTS = 3.8e-5  # a value of a tile, per block
 _SCALED = 0.66e-5  # a sum of a group
-_MULTIPLIED = 1.6e-3  # a row, whose values are multiplied by the scale of their group,
-_HIDDEN = 100.0  # but for what products of more columns hide
-_BYTES = 35_000.0  # of the weight that a multiprocessor loads from memory in a microsecond
+_MULTIPLIED = 1.6e-3  # a row whose values are multiplied by the scale of their group,
+_HIDDEN = 100.0  # except for the part that products of more columns hide
+_BYTES = 35_000.0  # of the weight that an SM loads from memory in a microsecond
 _TILE_LATENCY = 0.35
 _HANDOVER = 1.8
 _PARTIAL_SUM = 9e-5  # of each part but the last
@@ -35,7 +35,7 @@ _SECOND_PART = 1.0  # where programs have parts of two tiles
 
 
 class Sizes(NamedTuple):
-    """Of a product ``[M, K]`` by ``[N, K]``, with ``G`` groups of ``group`` values; ``group`` is 0 for a single one."""
+    """A product ``[M, K]`` by ``[N, K]`` with ``G`` groups of ``group`` values; ``group`` is 0 for a single group."""
 
     M: int
     N: int
@@ -45,12 +45,12 @@ class Sizes(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Of K."""
+        """The number of blocks of K."""
         return cdiv(self.K, BLOCK)
 
     @property
     def step(self) -> int:
-        """How many bytes of a row are a column of blocks."""
+        """The number of bytes of a row in a column of blocks."""
         return self.group or HALF
 
 
@@ -58,11 +58,12 @@ class Sizes(NamedTuple):
 class Int8Config(Shareable):
     """A tile of ``rows`` of the weight by ``cols`` rows of x, in a pipeline of ``stages`` blocks of K.
 
-    ``warps``: of a program of the kernel for few rows, each with a block of K of its own; 0 for the other kernel.
-    ``pieces``: in how many its columns are multiplied, scaled and stored.
-    ``consumers``: how many groups of warps multiply in that kernel, ``splits`` of them the same rows, by turns.
-    ``multiplies``: whether values are multiplied by the scale of their group, in steps, and sums are then integers.
-    ``x_slots``: for halves of blocks of x, where those have slots of their own.
+    ``warps``: the warps of a program of the kernel for few rows, each with its own block of K; 0 for the other kernel.
+    ``pieces``: the number of pieces in which a tile's columns are multiplied, scaled and stored. ``consumers``: how
+    many groups of warps multiply in the other kernel; ``splits`` of them have the same rows, with blocks of K in turn.
+    ``multiplies``: whether values are multiplied by their group's scale, an integer number of steps, so that sums are
+    integers.
+    ``x_slots``: the number of slots for halves of blocks of x, where these have separate slots.
     """
 
     rows: int
@@ -76,7 +77,7 @@ class Int8Config(Shareable):
     x_slots: int = 0
 
     def shared_memory(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of shared memory that the config takes."""
         if self.warps:
             loaded = self.stages * self.warps * BLOCK * (self.rows // 2 + self.cols)
             return loaded + self.warps * self.rows * self.cols * 4 + RESERVED_BYTES
@@ -85,27 +86,27 @@ class Int8Config(Shareable):
         return loaded + handed + self.rows * self.cols // self.pieces * 2 + RESERVED_BYTES
 
     def tiles(self, M: int, N: int) -> int:
-        """How many an output of ``[M, N]`` has."""
+        """How many tiles an output of ``[M, N]`` has."""
         return cdiv(M, self.cols) * cdiv(N, self.rows)
 
     @property
     def leaves_row_counts(self) -> bool:
-        """Whether there is memory left to count rows, too."""
+        """Whether the counts of shared tiles leave memory to count rows."""
         return self.shared * self.counts <= ROW_COUNTS * COUNTS_IN_A_WORD
 
     @property
     def counts(self) -> int:
-        """One for each piece of the rows that a group of warps stores."""
+        """One count for each piece of the rows that a group of warps stores."""
         return self.consumers // self.splits * self.pieces
 
 
 def select_config(
     M: int, N: int, K: int, group: int, limits: DeviceLimits, has_steps: bool = False, may_share: bool = True
 ) -> Int8Config:
-    """The config for ``[M, K]`` by ``[N, K]``; ``group``: how many values share a scale, 0 for all of a row.
+    """The config for ``[M, K]`` by ``[N, K]``. ``group``: how many values share a scale; 0 if all of a row do.
 
-    ``has_steps``: whether scales of groups are multiples of a step of their row. ``may_share``: whether programs may
-    share tiles.
+    ``has_steps``: whether a group's scale is a multiple of its row's step. ``may_share``: whether programs may share
+    tiles.
     """
     if M <= MAX_FEW_ROWS:
         configs = _few(M, group)
@@ -123,7 +124,7 @@ def select_config(
 def _few(M: int, group: int) -> list[Int8Config]:
     cols = 8 if M <= 8 else 16
     if M == 1 or group:
-        # Scaling takes instructions: for more warps.
+        # Scaling takes instructions, hence more warps.
         return [Int8Config(32, cols, MAX_STAGES, warps=8)]
     return [Int8Config(rows, cols, MAX_STAGES, warps=4) for rows in (32, 64)]
 
@@ -135,7 +136,7 @@ def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits, may_share: b
         shapes.append(Int8Config(128, 128, MAX_STAGES, pieces=2 if group else 1))
     if M > 128 and group == 0:
         shapes.append(Int8Config(128, 256, 2, pieces=2, x_slots=5))
-    if M > 32 and group == 0:  # what scales sums doesn't fit in the registers of four
+    if M > 32 and group == 0:  # with groups, four consumers don't have the registers to scale sums
         shapes.append(Int8Config(256, 64, MAX_STAGES, consumers=4))
     if not may_share:
         return shapes
@@ -150,7 +151,7 @@ def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits, may_share: b
 
 
 def _deepest(config: Int8Config, limits: DeviceLimits) -> Int8Config | None:
-    """``config`` with as many stages as fit, at least 3, or 2 beside slots for x; None if they don't."""
+    """``config`` with as many stages as fit: at least 3, or 2 with slots for x; None if those don't fit."""
     for stages in range(config.stages, 1 if config.x_slots else 2, -1):
         deep = replace(config, stages=stages)
         if deep.shared_memory() <= limits.shared_memory:
@@ -159,10 +160,10 @@ def _deepest(config: Int8Config, limits: DeviceLimits) -> Int8Config | None:
 
 
 def _microseconds(config: Int8Config, M: int, N: int, K: int, group: int, limits: DeviceLimits) -> float:
-    """About how long it takes, but for what all take."""
+    """Roughly how long a product takes, without what is the same for all configs."""
     blocks, tiles = cdiv(K, BLOCK), config.tiles(M, N)
     if config.warps:
-        # All that matters is what is loaded.
+        # Only the bytes that are loaded matter.
         return cdiv(tiles, limits.num_sms) * K * (config.rows / 2 + config.cols) / _BYTES
     values = config.rows * config.cols
     latency = _LATENCY_OF_FOUR if config.consumers > 2 else _BLOCK_LATENCY
@@ -173,10 +174,10 @@ def _microseconds(config: Int8Config, M: int, N: int, K: int, group: int, limits
         computed += _GROUPS_LATENCY + values * (BLOCK / group) * _SCALED
 
     def block(programs: int) -> float:
-        # Rows of x beside one another read the weight from the cache.
+        # Tiles with other rows of x read the same weight from the cache.
         busy = min(programs, limits.num_sms) / limits.num_sms / cdiv(M, config.cols)
         loaded = config.rows * BLOCK / 2 / _BYTES * busy
-        return math.pow(computed**3 + loaded**3, 1 / 3)  # they hide each other but in part
+        return math.pow(computed**3 + loaded**3, 1 / 3)  # they hide each other only in part
 
     alone = tiles - config.shared
     time = cdiv(alone, limits.num_sms) * (blocks * block(alone) + _TILE_LATENCY)

@@ -14,20 +14,20 @@ from qgemm.numerics.groups import spread
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import HALF
 
-# Values of the weight that are unpacked at a time: they stay in a cache.
+# How many values of the weight are unpacked at a time: they stay in a cache.
 _PIECE = 1 << 20
 
 
 @torch.no_grad()
 def weight_only_linear(x: Tensor, weight: ScaledWeight) -> Tensor:
-    """``dispatch.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order."""
+    """``dispatch.weight_only_linear`` with int8 activations. The columns of ``x`` are in the weight's order."""
     stored, scale, zero_point, _, _, bias, K, _, group_size, _, _ = weight
     q, row_scale = cpu.quantize_rows(x)
     M, N = row_scale.numel(), stored.shape[0]
     q, row_scale = q.reshape(M, K), row_scale.reshape(M, 1)
     out = x.new_empty((*x.shape[:-1], N))
     flat = out.view(M, N)
-    # Each group's columns together, which all pieces of the weight are multiplied by.
+    # Each group's columns, contiguous: all pieces of the weight are multiplied by them.
     columns = [q[:, start : start + group_size].contiguous() for start in range(0, K, group_size)]
     step = max(1, _PIECE // max(K, 1))
     for start in range(0, N, step):
@@ -48,7 +48,7 @@ def weight_only_linear(x: Tensor, weight: ScaledWeight) -> Tensor:
 
 
 def _unpacked(packed: Tensor, K: int) -> Tensor:
-    """int8 ``[n, K]``."""
+    """The values as int8 ``[n, K]``."""
     blocks = packed.reshape(packed.shape[0], cdiv(K, 2 * HALF), HALF)
     halves = (blocks << 4).view(torch.int8) >> 4, blocks.view(torch.int8) >> 4
     return torch.stack(halves, dim=2).flatten(1)[:, :K]

@@ -1,13 +1,13 @@
-"""int4 weights by a few int8 rows for Hopper (sm_90).
+"""int4 weights by a few int8 rows for Hopper (sm_90), in Gluon.
 
 ``C[m, n] = x_scale[m] * sum over g of sums[m, n, g] * w_scale[n, g]``, plus ``bias[n]``, rounded once. ``sums`` are
-exact int32 over the values of group ``g``, or of the whole row, with one scale. ``K`` is a multiple of 128. A residual
-is added to that.
+exact int32 over the values of group ``g``, or over the whole row, which then has one scale. ``K`` is a multiple of 128.
+A residual is added to the rounded result.
 
 The operands are swapped: rows of the weight are the rows of a tensor core's instruction, rows of ``x`` its columns. So
-packed weights go from shared memory to registers and become int8 there. Programs have 32 or 64 rows of the weight, so
-that all multiprocessors have as many; each warp has another part of K, with the smaller instructions, and their sums
-are added at the end of a tile. docs/performance.md: what it reaches and why.
+packed weights go from shared memory to registers and become int8 there. A program has 32 or 64 rows of the weight, so
+that every SM gets the same number of them. It uses the smaller tensor-core instructions; each warp has its own part of
+K, and their sums are added at the end of a tile. docs/performance.md says what this reaches and why.
 """
 
 from triton.experimental import gluon
@@ -24,12 +24,12 @@ from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_bloc
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.int8_hopper_weights import BLOCK, Weights
 
-MIN_COLS = gl.constexpr(8)  # that tensor cores multiply
+MIN_COLS = gl.constexpr(8)  # the minimum that tensor cores multiply
 
 
 @aggregate
 class OwnRow:
-    """A single row of x, which each program quantizes for itself: of ``steps`` times what all warps multiply."""
+    """A single row of x that each program quantizes for itself, of ``steps`` steps with a block for each warp."""
 
     x: gl.tensor
     K: gl.tensor
@@ -40,7 +40,7 @@ class OwnRow:
     def quantize(self, q):
         """Quantizes the row to ``q`` in shared memory, with zeros behind it, and returns its scale.
 
-        ``q``: of every step the parts of each warp's block of K.
+        ``q``: for every step, the parts of each warp's block of K.
         """
         WARPS: gl.constexpr = q.shape[1]
         STEP: gl.constexpr = q.shape[2]
@@ -62,7 +62,7 @@ class OwnRow:
 
 @gluon.jit
 def _load_x(A, barrier, lows, highs, slot, k):
-    """Starts loading the halves of the blocks of K from ``k`` on."""
+    """Starts loading both halves of the blocks of K from ``k`` on."""
     STEP: gl.constexpr = lows.shape[3]
     SUBS: gl.constexpr = PANEL // STEP
     for i in gl.static_range(SUBS):
@@ -72,7 +72,7 @@ def _load_x(A, barrier, lows, highs, slot, k):
 
 @gluon.jit
 def _produce_few(A, B, weights, rows, ring, steps, ready, NEXT_EARLY: gl.constexpr):
-    """``A``: None where nothing is to be loaded of x."""
+    """``A``: None where no x is to be loaded."""
     w, lows, highs, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     WARPS: gl.constexpr = w.shape[1]
@@ -96,7 +96,7 @@ def _produce_few(A, B, weights, rows, ring, steps, ready, NEXT_EARLY: gl.constex
         for i in gl.static_range(SUBS):
             load_block(B, [step % steps * WARPS, tile * ROWS, i * STEP], full.index(step), w.index(step * SUBS + i))
         weights.fetch_scales(tile * ROWS + own_rows, step % steps, WARPS * 2 * SUBS, step == 0)
-    # Nothing else is read before the kernel ahead in the stream has ended; see Launch.
+    # Nothing else is read before the preceding kernel in the stream has ended; see Launch.
     gdc_wait()
     if rows is not None:
         rows.wait_for_all(ready)
@@ -121,7 +121,7 @@ def _produce_few(A, B, weights, rows, ring, steps, ready, NEXT_EARLY: gl.constex
 
 @gluon.jit
 def _consume_few(C, residual, x_scale, weights, rows, row, ring, M, stride_cm, steps, ready):
-    """``rows``: the ``SharedRows`` that x is to hold; ``row``: its ``OwnRow``; None where it is quantized already."""
+    """``rows``: the ``SharedRows`` of an x that isn't quantized yet, ``row``: its ``OwnRow``; None where it is."""
     w, lows, highs, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     WARPS: gl.constexpr = w.shape[1]
@@ -134,7 +134,7 @@ def _consume_few(C, residual, x_scale, weights, rows, row, ring, M, stride_cm, s
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, layout, 4)
-    # A thread has the sums of all warps of its outputs; threads side by side have rows side by side.
+    # A thread has the sums of all warps for its outputs; neighbouring threads have neighbouring rows of the weight.
     LANES: gl.constexpr = min(ROWS, 32)
     gathered: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, LANES, 32 // LANES], [1, 1, WARPS], [1, 2, 0])
     out_layout: gl.constexpr = gl.SliceLayout(0, gathered)
@@ -160,8 +160,9 @@ def _consume_few(C, residual, x_scale, weights, rows, row, ring, M, stride_cm, s
     else:
         own_x_scale = gl.load(x_scale + m, mask=m < M, other=0.0)
     step = 0
-    # Of the step before. It is given back in the next step, or after the last one: within its own the assembler would
-    # let loads end after that, since what multiplies their values may wait, and TMA doesn't wait for loads.
+    # The previous step's slot. It is released in the next step, or after the last one. Within its own step, the
+    # assembler would let its loads end after the release: the instructions that use the values may be delayed, and TMA
+    # doesn't wait for loads.
     slot = step
     for tile in range(start, gl.cdiv(weights.N, ROWS), stride):
         sums = gl.zeros([WARPS, ROWS, COLS], SUMS, layout)
@@ -171,7 +172,7 @@ def _consume_few(C, residual, x_scale, weights, rows, row, ring, M, stride_cm, s
             mbarrier.arrive(empty.index(slot), count=1, pred=k > 0)
             slot = step % STAGES
             if GROUPS:
-                # Those of the next step: from memory they take as long as a step.
+                # The next step's scales: loading them from memory takes as long as a step.
                 ends = k + 1 == steps
                 following = gl.where(ends, tile + stride, tile) * ROWS + own_rows
                 next_scales = weights.scales_of_block(following, gl.where(ends, 0, k + 1) * WARPS + block, 2 * SUBS)
@@ -223,7 +224,7 @@ def _few(
         lows = gl.allocate_shared_memory(A.dtype, [STAGES * SUBS, WARPS, A.block_shape[1], STEP], A.layout)
         highs = gl.allocate_shared_memory(A.dtype, [STAGES * SUBS, WARPS, A.block_shape[1], STEP], A.layout)
     ring = (w, lows, highs, barriers(STAGES), barriers(STAGES))
-    # Completes when the ring's are initialized and all rows quantized.
+    # Completes when the ring's barriers are initialized and all rows are quantized.
     ready = barriers(1)
     initialize(ready, 1, 2 if rows is not None else 1)
     steps = gl.cdiv(K, WARPS * BLOCK)
@@ -250,8 +251,9 @@ def _int4_int8_few_kernel(
 ):  # fmt: skip
     """``A``, ``B``: tensor maps of x as ``[K / 256, M, 256]`` and of the weight as ``[K / 256, N, 128]``.
 
-    Their blocks: a block of K for each warp, by 8 or 16 rows of x, or the rows of a tile, and as many bytes as a group
-    has values, at most ``PANEL``. ``C [M, N]``: with contiguous columns, as ``residual`` or None, of the same stride.
+    A map's block: one block of K for each warp, by 8 or 16 rows of x or by the rows of a tile, and as many bytes as a
+    group has values, at most ``PANEL``. ``C``: ``[M, N]`` with contiguous columns; ``residual``: None, or the same with
+    the same stride.
     """
     weights = Weights(scale, zero_point, None, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0, GROUP == 0)
     _few(A, B, C, residual, x_scale, weights, None, None, M, K, stride_cm, STAGES, NEXT_EARLY)
@@ -263,7 +265,7 @@ def _int4_int8_layer_kernel(
     M, N, K, G, stride_xm, stride_xk, stride_cm,
     ROW: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The layer in one launch: the programs quantize the rows of ``x`` together, as ``SharedRows`` says."""
+    """The layer in one launch: the programs quantize the rows of ``x`` together, as ``SharedRows`` describes."""
     weights = Weights(scale, zero_point, None, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0, GROUP == 0)
     rows = SharedRows(x, q, q_scale, RowQuantization(None), counts, M, K, stride_xm, stride_xk, ROW)
     _few(A, B, C, residual, q_scale, weights, rows, None, M, K, stride_cm, STAGES, NEXT_EARLY)
@@ -275,9 +277,9 @@ def _int4_int8_row_kernel(
     N, K, G, stride_xk,
     STEPS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The layer of a single row in one launch: every program quantizes it for itself.
+    """The layer of a single row in one launch: every program quantizes the row for itself.
 
-    ``STEPS``: how often a warp multiplies 256 values of it.
+    ``STEPS``: how many blocks of 256 values of the row each warp multiplies.
     """
     weights = Weights(scale, zero_point, None, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0, GROUP == 0)
     row = OwnRow(x, K, stride_xk, STEPS)

@@ -1,6 +1,6 @@
-"""Launches of Hopper's kernels of int4 weights by int8 rows.
+"""Launches of the Hopper kernels that multiply int4 weights by int8 rows.
 
-To be imported where Triton has what those are written in.
+To be imported only where Triton has Gluon, which the kernels are written in.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from qgemm.kernels.weight_only.int8_tiles_hopper_kernels import _int4_int8_many_
 from qgemm.numerics.integers import cdiv, next_power_of_2
 from qgemm.numerics.packing import HALF
 
-MAX_ROWS_TO_START_EARLY = 512  # a product before its rows are quantized
+MAX_ROWS_TO_START_EARLY = 512  # of a product that starts before its rows are quantized
 MAX_ROWS_TO_START_NEXT = 128
 PATIENCE = 128  # see SharedRows
 ROWS_AT_A_TIME = 1024  # of x, in tiles that are computed column by column
-# Of a thread: few where another kernel is to have room beside, and what is then left to those that multiply.
+# Registers per thread: few where another kernel is to have room beside this one, and what is then left to the warps
+# that multiply.
 REGISTERS_BESIDE = {4: 128, 8: 144}
 MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS_BESIDE = {2: 232, 4: 104}, 192  # two groups of warps, or four
-QUANTIZING_REGISTERS = {2: 208, 4: 104}  # the same, where the producer may have to quantize
-MIN_GROUP_TO_QUANTIZE = 64  # scaling sums of smaller ones leaves too few registers for that
-MAX_VALUES_BESIDE = 64 * 64  # of a tile of one of the two groups of warps
+QUANTIZING_REGISTERS = {2: 208, 4: 104}  # of the same warps where the producer may have to quantize
+MIN_GROUP_TO_QUANTIZE = 64  # scaling the sums of smaller groups leaves too few registers for quantizing
+MAX_VALUES_BESIDE = 64 * 64  # of a tile, in one of the two groups of warps
 
 
 def starts_early(M: int) -> bool:
-    """Whether a product may start before its rows are quantized, to load weights meanwhile."""
+    """Whether a product may start before its rows are quantized, so that it loads weights meanwhile."""
     return M <= MAX_ROWS_TO_START_EARLY
 
 
 def few_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> Launch:
-    """The product of q, weight, out, the rows' scale, the weight's scale, zero points and bias, and a residual."""
+    """The product, called with q, weight, out, the rows' scale, the weight's, zero points, bias and a residual."""
     numbers = (sizes.M, sizes.N, sizes.K, sizes.G, sizes.N)
     return Launch(
         _int4_int8_few_kernel, _programs(config, sizes, limits), numbers, _few_constants(config, sizes), config.warps,
@@ -52,7 +53,7 @@ def few_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> Launch
 
 
 def layer_launch(config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], limits: DeviceLimits) -> Launch:
-    """The layer of x, q, its scale, weight, out, the weight's scale, zero points, bias, residual, q again, counts."""
+    """The layer, called with x, q, its scale, weight, out, scale, zero points, bias, residual, q again and counts."""
     row = _row(sizes.K, config.warps, 128 // config.warps)
     numbers = (sizes.M, sizes.N, sizes.K, sizes.G, *x_strides, sizes.N)
     return Launch(
@@ -62,7 +63,7 @@ def layer_launch(config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], l
 
 
 def row_launch(config: Int8Config, sizes: Sizes, stride_xk: int, limits: DeviceLimits) -> Launch:
-    """The layer of a single row: x, weight, out, the weight's scale, zero points and bias, and a residual."""
+    """The layer of a single row, called with x, weight, out, the weight's scale, zero points, bias and a residual."""
     steps = cdiv(sizes.blocks, config.warps)
     return Launch(
         _int4_int8_row_kernel, _programs(config, sizes, limits), (sizes.N, sizes.K, sizes.G, stride_xk),
@@ -71,7 +72,7 @@ def row_launch(config: Int8Config, sizes: Sizes, stride_xk: int, limits: DeviceL
 
 
 def many_in_one_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> bool:
-    """Whether a layer of more than a few rows is one launch, by the rules of int8 weights; not in CUDA graphs."""
+    """Whether a layer of more than a few rows is one launch, by the rules of int8 weights. Not in CUDA graphs."""
     M, N, K, _, group = sizes
     if 0 < group < MIN_GROUP_TO_QUANTIZE and not config.multiplies:
         return False
@@ -81,7 +82,7 @@ def many_in_one_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -
 
 
 def many_launch(config: Int8Config, sizes: Sizes, dtype: torch.dtype, partial_at: int, limits: DeviceLimits) -> Launch:
-    """As ``few_launch``, and counts. ``partial_at``: where partial sums are, behind the rows' scale."""
+    """As ``few_launch``, called with counts, too. ``partial_at``: where partial sums are, behind the rows' scale."""
     beside = _has_room_beside(config, sizes.group)
     registers = MULTIPLYING_REGISTERS_BESIDE if beside else MULTIPLYING_REGISTERS[config.consumers]
     return Launch(
@@ -95,7 +96,7 @@ def many_layer_launch(
     config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], dtype: torch.dtype, partial_at: int,
     limits: DeviceLimits,
 ) -> Launch:  # fmt: skip
-    """As ``layer_launch``, with the steps of scales ahead of the bias. ``partial_at``: as of ``many_launch``."""
+    """As ``layer_launch``, with the steps of scales ahead of the bias. ``partial_at``: as in ``many_launch``."""
     rows, weight, out = _maps(config, sizes, dtype)
     constants = _many_constants(config, sizes, QUANTIZING_REGISTERS[config.consumers])
     return Launch(
@@ -106,7 +107,7 @@ def many_layer_launch(
 
 
 def _has_room_beside(config: Int8Config, group: int) -> bool:
-    """Whether another kernel may be beside this one: few registers do for large groups and small tiles."""
+    """Whether another kernel may run beside this one: large groups and small tiles need few registers."""
     own = config.rows * config.splits // config.consumers
     return config.consumers == 2 and config.cols * own <= MAX_VALUES_BESIDE and (group == 0 or group >= HALF)
 
@@ -134,7 +135,7 @@ def _many_constants(config: Int8Config, sizes: Sizes, registers: int) -> tuple[A
 
 
 def _row(K: int, warps: int, most: int) -> tuple[int, int, int]:
-    """``SharedRows.row`` for rows of ``K`` values that ``warps`` quantize; ``most``: how many blocks they hold."""
+    """``SharedRows.row`` for rows of ``K`` values that ``warps`` quantize, which hold at most ``most`` blocks."""
     block = 8 * 32 * warps
     blocks = next_power_of_2(cdiv(K, block))
     return block, blocks if blocks <= most else 0, PATIENCE

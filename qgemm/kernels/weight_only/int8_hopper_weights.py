@@ -1,8 +1,8 @@
-"""int4 weights on their way to Hopper's tensor cores (sm_90): ``Weights``, of packed bytes and group scales.
+"""int4 weights for Hopper's tensor cores (sm_90): ``Weights`` unpacks their bytes and applies scales. In Gluon.
 
-Packed as ``qgemm.numerics.packing`` says: 128 bytes of a row have in their low nibbles one group of 128, in their high
-ones the next. They become int8 in registers, three instructions for eight values: 16 times the value, or with zero
-points the difference itself. The 16 is taken out of the row's scale, exactly.
+Weights are packed as in ``qgemm.numerics.packing``: 128 bytes of a row have one group of 128 values in their low
+nibbles and the next group in their high ones. They become int8 in registers, with three instructions for eight values:
+16 times the value or, with zero points, the difference itself. The outputs are divided by the 16, exactly.
 """
 
 from triton.experimental import gluon
@@ -15,11 +15,11 @@ BLOCK = gl.constexpr(256)  # values along K of a row that ``PANEL`` bytes hold
 
 @aggregate
 class Weights:
-    """What belongs to a weight but its values: scales ``[N, G]``, zero points of that shape or None, and the bias.
+    """All of a weight except its values: scales ``[N, G]``, zero points of that shape or None, and the bias.
 
-    ``step``: float32 ``[N]``, of which each scale of a row is a whole multiple, 1 to 16; or None. The values times that
-    multiple are int8, so that sums of all groups are integers. ``group``: how many values share a scale, 128 or a part
-    of it; 0 for all of a row.
+    ``step``: None; or float32 ``[N]``, where each scale of a row is a multiple, 1 to 16, of the row's step. The values
+    times this multiple are int8, so the sums of all groups are integers. ``group``: how many values share a scale: 128,
+    or a fraction of it; 0 if all of a row do.
     """
 
     scale: gl.tensor
@@ -30,19 +30,19 @@ class Weights:
     G: gl.tensor
     group: gl.constexpr
     excess: gl.constexpr
-    """What products are multiplied by: 1, or 1 / 16."""
+    """The factor of the outputs: 1, or 1 / 16 to undo the unpacking's 16."""
     whole_sums: gl.constexpr
-    """Whether sums of whole rows are integers: of one group, or of a ``step``."""
+    """Whether the sums over whole rows are integers: rows have a single scale, or a ``step``."""
 
     @gluon.jit
     def scales(self, rows, g):
-        """The scales of group ``g`` of ``rows``, and zeros beyond the weight's."""
+        """The scales of group ``g`` of ``rows``; zeros beyond the weight's rows and groups."""
         mask = (rows < self.N) & (g < self.G)
         return gl.load(self.scale + (rows * self.G + g), mask=mask, other=0.0).to(gl.float32)
 
     @gluon.jit
     def scales_of_block(self, rows, block, GROUPS: gl.constexpr):
-        """The scales of the ``GROUPS`` groups of a block of K, and then the step of each row, if there are steps."""
+        """The scales of the ``GROUPS`` groups of a block of K, followed by the steps of the rows, if there are any."""
         scales = ()
         for i in gl.static_range(GROUPS):
             scales = scales + (self.scales(rows, block * GROUPS + i),)
@@ -52,7 +52,7 @@ class Weights:
 
     @gluon.jit
     def multiples(self, scales):
-        """The scales that ``scales_of_block`` gives, in steps."""
+        """The result of ``scales_of_block`` as integer multiples of the steps."""
         GROUPS: gl.constexpr = len(scales) - 1
         found = ()
         for i in gl.static_range(GROUPS):
@@ -61,9 +61,10 @@ class Weights:
 
     @gluon.jit
     def fetch_scales(self, rows, block, GROUPS: gl.constexpr, first):
-        """Has the cache load the scales of ``rows`` for a block of K, which others read as late as they need them.
+        """Prefetches the scales of ``rows`` for a block of K into L2; consumers load them as late as they need them.
 
-        Unless it has them of the block before: they come 32 bytes at a time. ``first``: whether there was none.
+        It does nothing if they came with the block before: L2 loads 32 bytes at a time. ``first``: whether there is no
+        block before.
         """
         if self.group:
             BLOCKS: gl.constexpr = max(256 // (self.scale.dtype.element_ty.primitive_bitwidth * GROUPS), 1)
@@ -75,9 +76,10 @@ class Weights:
 
     @gluon.jit
     def unpacked(self, packed, rows, g, multiple, HALF: gl.constexpr):
-        """int8 of the low or high nibbles of ``packed``, which are group ``g`` of ``rows``.
+        """The low or high nibbles of ``packed`` as int8. They are group ``g`` of ``rows``.
 
-        16 times the value; or the value less the zero point; or ``multiple`` times the value, if that isn't None.
+        The result is 16 times the value; with zero points, the value minus the zero point; with ``multiple``, that
+        times the value.
         """
         if multiple is not None:
             LAYOUT: gl.constexpr = packed.type.layout
@@ -100,7 +102,7 @@ class Weights:
 
     @gluon.jit
     def of_rows(self, rows):
-        """What ``finish`` needs of ``rows``: their scale, if each has a single one, and their bias, if there is one."""
+        """The vectors that ``finish`` needs for ``rows``: their scale if each has a single one, and the bias if any."""
         found = ()
         if self.whole_sums:
             scale = self.scale if self.step is None else self.step
@@ -111,7 +113,7 @@ class Weights:
 
     @gluon.jit
     def finish(self, sums, x_scale, of_rows):
-        """The float32 outputs of ``sums [rows, M]``, with M scales; of whole rows they are integers."""
+        """The float32 outputs of ``sums [rows, M]``; ``x_scale [M]``. Sums over whole rows are integers."""
         if self.whole_sums:
             sums = sums.to(gl.float32) * of_rows[0][:, None]
         out = sums * (x_scale * self.excess)[None, :]
@@ -133,8 +135,8 @@ def _high(packed):
 
 @gluon.jit
 def _quotient(scale, step):
-    """``scale / step`` as int32, which it is but for rounding, up to 31."""
-    # Sums with 1.5 * 2^23 are rounded to integers, which are their low bits.
+    """``scale / step`` as int32, up to 31. It is an integer except for rounding."""
+    # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
     asm: gl.constexpr = (
         "{.reg .f32 q; div.approx.ftz.f32 q, $1, $2; add.f32 q, q, 0f4B400000; mov.b32 $0, q; and.b32 $0, $0, 31;}"
     )
@@ -143,7 +145,7 @@ def _quotient(scale, step):
 
 @gluon.jit
 def _low_times(packed, times, rest):
-    # As 8 more than they are values times 16 fit in a byte, so nothing is carried to the next.
+    # Offset by 8, values times up to 16 fit in a byte, so nothing is carried into the next byte.
     asm: gl.constexpr = (
         "{.reg .b32 t; lop3.b32 t, $1, 0x0F0F0F0F, 0x08080808, 0x6A; mad.lo.u32 t, t, $2, $6; "
         "xor.b32 $0, t, 0x80808080;}"
@@ -162,7 +164,7 @@ def _high_times(packed, times, rest):
 
 @gluon.jit
 def _low_less(packed, zeros):
-    # ``zeros``: 8 more than they are. The eighth bit keeps a borrow from the next byte.
+    # ``zeros``: the zero points plus 8. The eighth bit keeps the subtraction from borrowing from the next byte.
     asm: gl.constexpr = (
         "{.reg .b32 t; and.b32 t, $1, 0x0F0F0F0F; xor.b32 t, t, 0x88888888; sub.u32 t, t, $2; "
         "xor.b32 $0, t, 0x80808080;}"

@@ -1,7 +1,8 @@
 """int4 weights by int8 rows on every GPU: ``C[m, n] = x_scale[m] * sum over g of sums[m, n, g] * w_scale[n, g]``.
 
-``sums`` are exact int32 over the values of group ``g``, of any size, or of the whole row. With ``bias[n]`` added the
-result is rounded once; a residual is added to that. Weights are packed as ``qgemm.numerics.packing`` says.
+``sums`` are exact int32 over the values of group ``g``, of any size, or over the whole row. ``bias[n]`` is added and
+the result is rounded once; a residual is added to the rounded result. Weights are packed as in
+``qgemm.numerics.packing``.
 """
 
 import triton
@@ -19,12 +20,12 @@ def _int4_int8_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight. ``C``,
-    and ``residual``, or None: ``[M, N]``, contiguous.
+    """Each program computes one tile. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight.
 
-    ``STEP``: values along K at a time, of one group: a power of 2, 16 or more. ``WHOLE``: whether groups are whole
-    steps, so that each is of one half of a block. int8 products take 32 values at least; of fewer they are float16,
-    whose sums of a step are exact as well.
+    ``C``: ``[M, N]``, contiguous. ``residual``: None, or the same. ``STEP``: how many values along K are multiplied at
+    a time, all of one group: a power of 2, 16 or more. ``WHOLE``: whether groups consist of whole steps, so that each
+    step is in one half of a block. int8 products take at least 32 values; smaller steps are multiplied in float16,
+    where a step's sum is exact as well.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     m = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -33,7 +34,7 @@ def _int4_int8_kernel(
     if PDL:
         gdc_wait()
     x_rows = x + m.to(tl.int64)[:, None] * K
-    # Rows beyond the last are as good as any.
+    # Rows beyond the last repeat it.
     own = tl.minimum(n, N - 1).to(tl.int64)
     w_rows = weight + own[None, :] * width
     scales = scale + own * G

@@ -1,8 +1,8 @@
-"""Launcher of int4 layers with int8 activations on GPU tensors: rows quantized, and multiplied with packed weights.
+"""Launcher of int4 layers with int8 activations on GPU tensors: quantizes rows and multiplies them by packed weights.
 
-As ``kernels/linear/launcher.py`` has it, the first call of a kind leaves a plan behind. On Hopper one row is one
-launch, and outside of CUDA graphs up to ``MAX_FEW_ROWS`` are, and small layers of more; else there are two, which
-overlap. Partial sums of tiles that programs share lie behind the rows' scales.
+As in ``kernels/linear/launcher.py``, the first call of a kind leaves a plan behind. On Hopper, a layer of one row is
+one launch. So are, outside of CUDA graphs, layers of up to ``MAX_FEW_ROWS`` rows, and small layers of more rows. All
+others are two launches, which overlap. Partial sums of tiles that programs share lie behind the rows' scales.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from qgemm.kernels.weight_only.int8_kernels import _int4_int8_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2, round_up
 from qgemm.numerics.packing import HALF
 
-MAX_K = 1 << 17  # of Hopper's kernels: 16 * 8 * 127 * K must be an int32
-GROUPS = (32, 64, HALF)  # of theirs, or all of a row
+MAX_K = 1 << 17  # of Hopper's kernels: 16 * 8 * 127 * K must fit in an int32
+GROUPS = (32, 64, HALF)  # of Hopper's kernels, besides one group per row
 MIN_STEP = 16  # of the kernel for every GPU
 MAX_OWN_ROW = 32_768  # values of a row that every program quantizes for itself
 
 PARTS = ("counts", "q", "q_scale")
-# What the launches take.
+# The arguments of the launches.
 PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "zero_point", "bias", "residual")
 ROW = ("x", "weight", "out", "weight_scale", "zero_point", "bias", "residual")
 LAYER = ("x", "q", "q_scale", "weight", "out", "weight_scale", "zero_point", "bias", "residual", "q", "counts")
@@ -49,10 +49,10 @@ def weight_only_linear(
     config: Int8Config | None = None,
     recallable: bool = False,
 ) -> Tensor:
-    """``dispatch.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order.
+    """``dispatch.weight_only_linear`` with int8 activations. The columns of ``x`` are in the weight's order.
 
-    ``config``: of Hopper's kernels, instead of the one that is chosen. ``recallable``: remember what is found out about
-    the call.
+    ``config``: a config of Hopper's kernels that replaces the chosen one. ``recallable``: remember what was found out
+    about the call for later calls.
     """
     recallable = recallable and (residual is None or residual.is_contiguous())
     residual = None if residual is None else residual.contiguous()
@@ -77,22 +77,22 @@ def weight_only_linear(
 
 
 class Workspace(NamedTuple):
-    """What a call's buffer holds behind ``COUNTS_BYTES`` of zeros: quantized rows, then floats."""
+    """The layout of a call's buffer behind its ``COUNTS_BYTES`` of zeros: quantized rows, then floats."""
 
     q_bytes: int
     partial_at: int
-    """Behind the rows' scales, in floats."""
+    """Where partial sums begin, behind the rows' scales, counted in floats."""
     floats: int
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size of the whole buffer in bytes."""
         return COUNTS_BYTES + self.q_bytes + 4 * self.floats
 
 
 def _workspace(M: int, K: int, config: Int8Config | None) -> Workspace:
     at = round_up(M, CACHE_LINE_BYTES // 4)
-    # A block of K may go on behind the last row, where its weights are 0.
+    # A block of K may extend beyond the last row; its weights there are 0.
     q_bytes = round_up(M * K + BLOCK, CACHE_LINE_BYTES)
     return Workspace(q_bytes, at, at + (0 if config is None else config.partial_sums(config.rows, config.cols)))
 
@@ -159,7 +159,7 @@ def _plan(device: int | None, space: Workspace, M: int, K: int, steps: tuple[Ste
 def _names(has_zeros: bool, has_steps: bool, has_bias: bool, has_residual: bool) -> Names:
     """The tensors of a call in the order of ``LinearPlan``'s.
 
-    Zero points, or steps, are where other layers have a static scale of their input.
+    Zero points, or steps, take the place that a static input scale has in other layers.
     """
     other, missing = ("step", "zero_point") if has_steps else ("zero_point", "step")
     there = {other: has_zeros or has_steps, "bias": has_bias, "residual": has_residual}
@@ -168,14 +168,15 @@ def _names(has_zeros: bool, has_steps: bool, has_bias: bool, has_residual: bool)
 
 
 def _takes_hopper(N: int, K: int, group: int, weight: Tensor, symmetric: bool, dtype: torch.dtype) -> bool:
-    """Whether Hopper's kernels are for such a layer."""
+    """Whether Hopper's kernels accept such a layer."""
     from qgemm.kernels.gemm.launcher import has_hopper_kernel
 
     return (
         0 < K <= MAX_K
         and K % HALF == 0
         and (group in GROUPS or group == 0)
-        # Beyond K, zeros less a zero point are no zeros; groups that aren't there have a scale of 0.
+        # Beyond K, zeros minus a zero point aren't 0, so with zero points K must end with a block, or with groups,
+        # whose scales are 0 beyond the last one.
         and (symmetric or group > 0 or K % BLOCK == 0)
         and dtype.itemsize == 2
         and N % 8 == 0
@@ -216,7 +217,7 @@ def _one_launch(
 
 
 def _launch(M: int, N: int, K: int, G: int, group: int, limits: DeviceLimits) -> Launch:
-    """The product, by the kernel for every GPU."""
+    """The product by the kernel for every GPU."""
     block_m, block_n = min(max(next_power_of_2(M), 16), 64), 64
     step = 64 if G == 1 else max(math.gcd(group, 64), MIN_STEP)
     numbers = (M, N, K, G, cdiv(K, BLOCK) * HALF, group)

@@ -1,13 +1,13 @@
-"""int4 weights by int8 rows for Hopper (sm_90), from 17 rows on.
+"""int4 weights by int8 rows for Hopper (sm_90), from 17 rows on, in Gluon.
 
-The product and the operands' places are those of ``int8_few_rows_hopper_kernels``, but with ``wgmma``, and A in
-registers: two or four groups of four warps, each with rows of its own, so that one multiplies while another one unpacks
-and scales; or two with every second block of K each (``int8_tiles_hopper_products``). Where the last tiles are few,
-programs share their K (``items``).
+The formula and the roles of the operands are those of ``int8_few_rows_hopper_kernels``, but the products are
+``wgmma``'s with operand A in registers. Two or four groups of four warps each have different rows, so that one
+multiplies while another unpacks and scales; or two groups have the same rows and take every second block of K each
+(``int8_tiles_hopper_products``). Where the last tiles are few, programs share their K (``items``).
 
-Sums of groups are scaled and added in float32. Where scales are in steps, values times their multiple are int8, and
-sums of whole rows integers: so tiles have 256 rows of x, and with 1,024 rows and more a layer is 1.7 times as fast as
-bfloat16, where scaled sums are at 1.3. docs/performance.md: what it reaches and why.
+Sums of groups are scaled and added in float32. If scales are multiples of a step, values times their multiple are int8,
+and the sums over whole rows are integers: so tiles can have 256 rows of x, and with 1,024 rows and more a layer is 1.7
+times as fast as bfloat16, where scaled sums reach 1.3 times. docs/performance.md says what this reaches and why.
 """
 
 from triton.experimental import gluon
@@ -27,14 +27,14 @@ from qgemm.kernels.weight_only.items import Items
 from qgemm.kernels.weight_only.partial_sums import add_parts, in_blocks
 
 ROW_COUNTS = gl.constexpr(int8_config.ROW_COUNTS)
-MORE_QUANTIZING_REGISTERS = gl.constexpr(96)  # of a producer's thread that may have to quantize, beside eight warps
+MORE_QUANTIZING_REGISTERS = gl.constexpr(96)  # per thread of a producer that may have to quantize, beside eight warps
 
 
 @gluon.jit
 def _produce_many(
     A, B, weights, rows, ring, items, ready, handed, READERS: gl.constexpr, NEXT_EARLY: gl.constexpr
 ):  # fmt: skip
-    """``READERS``: how many consumers read each block. ``rows``: as of ``_consume_many``."""
+    """``READERS``: how many consumers read each block. ``rows``: as in ``_consume_many``."""
     w, x, full, empty, halves = ring
     STAGES: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w.shape[1]
@@ -60,7 +60,7 @@ def _produce_many(
         mbarrier.expect(full.index(step), SIZE)
         load_many(B, full.index(step), w, step, col, (k + step) * PANEL, PANEL)
         weights.fetch_scales(col + own_rows, k + step, 2 * SUBS, step == 0)
-    # Nothing else is read before the kernel ahead in the stream has ended; see Launch.
+    # Nothing else is read before the preceding kernel in the stream has ended; see Launch.
     gdc_wait()
     if rows is not None:
         rows.wait_for_all(ready)
@@ -93,10 +93,10 @@ def _produce_many(
 
 @gluon.jit
 def _store_sums(C, staging, sums, weights, of_rows, x_scale, residual, m, n, M):
-    """Scales ``sums``, adds a residual, and stores them as ``C[m:, n:]``."""
+    """Scales ``sums``, adds the bias and a residual, and stores them as ``C[m:, n:]``."""
     cols = m + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
     scaled = weights.finish(sums, gl.load(x_scale + cols, mask=cols < M, other=0.0), of_rows)
-    # The store before has read the staging memory.
+    # Waits until the previous store has read the staging memory.
     tma.store_wait(0)
     staging.permute((1, 0)).store(scaled.to(C.dtype))
     if residual is not None:
@@ -110,10 +110,10 @@ def _consume_many(
     out, x_scale, weights, rows, ring, items, M, ready,
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """``rows``: the ``SharedRows`` that x is to hold, which the first consumer quantizes; or None.
+    """``rows``: None, or the ``SharedRows`` of an x that isn't quantized yet; the first consumer quantizes it.
 
-    ``PIECES``: in how many pieces the columns are multiplied and scaled. ``SPLITS``: how many consumers share the
-    blocks of K of the same rows. All but the first one hand their sums over to it, in ``handed``.
+    ``PIECES``: the number of pieces in which the columns are multiplied and scaled. ``SPLITS``: how many consumers
+    share the blocks of K of the same rows. All but the first of them hand their sums over to the first, in ``handed``.
     """
     C, residual, staging, handed, partial, counts = out
     w, x, _, _, _ = ring
@@ -177,9 +177,9 @@ def _allocate(
     A, B, C, STAGES: gl.constexpr, X_SLOTS: gl.constexpr, PIECES: gl.constexpr, OWNERS: gl.constexpr,
     SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory: the ring, where outputs wait to be stored, and sums that consumers hand over, with barriers.
+    """Shared memory: the ring, staging for outputs, and space for sums that consumers hand over, with barriers.
 
-    ``X_SLOTS``: for ``Halves`` apart from the weight's blocks, if there are any.
+    ``X_SLOTS``: the slots of ``Halves`` that are apart from the weight's blocks, or 0.
     """
     STEP: gl.constexpr = B.block_shape[1]
     SUBS: gl.constexpr = PANEL // STEP
@@ -208,7 +208,7 @@ def _many(
 ):  # fmt: skip
     OWNERS: gl.constexpr = CONSUMERS // SPLITS
     ring, staging, handed = _allocate(A, B, C, STAGES, X_SLOTS, PIECES, OWNERS, SPLITS)
-    # Completes when the ring's are initialized and all rows quantized.
+    # Completes when the ring's barriers are initialized and all rows are quantized.
     ready = barriers(1)
     initialize(ready, 1, 2 if rows is not None else 1)
     items = Items(sched, alone, gl.cdiv(sched.K, BLOCK), sharers, SHARES)
@@ -218,7 +218,7 @@ def _many(
         LOADING: gl.constexpr = PRODUCER_REGISTERS
     else:
         LOADING: gl.constexpr = MORE_QUANTIZING_REGISTERS
-    # Constants stay constants only in a tuple that is written here.
+    # Constants stay constants only in a tuple that is written out here.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -253,11 +253,11 @@ def _int4_int8_many_kernel(
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of x ``[M, K]``, the weight ``[N, K / 2]`` and the output ``[M, N]``.
 
-    Blocks: a tile's rows of x, or of the weight, by the values of a group; a piece's rows of x by a consumer's of the
-    weight. ``residual``: ``[M, N]``, contiguous, or None.
-    ``alone``, ``sharers``: as in ``Items``; ``SHARES``: whether programs share tiles. Behind ``x_scale``, counted in
-    its values, there are at ``partial_at`` 32 bits for each sum of each part of a shared tile; ``counts``:
-    ``COUNTS_BYTES`` of zeros, which they are again in the end. ``REGISTERS``: of a thread that multiplies.
+    The blocks of ``A`` and ``B`` are a tile's rows of x or of the weight by the values of a group; those of ``C`` are a
+    piece's rows of x by a consumer's rows of the weight. ``residual``: ``[M, N]``, contiguous, or None. ``alone``,
+    ``sharers``: as in ``Items``. ``SHARES``: whether programs share tiles. ``partial_at``: where, counted in values
+    from ``x_scale``, there are 32 bits for each sum of each part of a shared tile. ``counts``: ``COUNTS_BYTES`` of
+    zeros; they are zeros again when the kernel ends. ``REGISTERS``: per thread that multiplies.
     """
     weights = _weights(scale, zero_point, step, bias, N, G, GROUP)
     sched = ScheduleContext(M, N, K, GemmContext(A.block_shape[0], B.block_shape[0], BLOCK, 1, 1, GROUP_M))
@@ -275,9 +275,9 @@ def _int4_int8_many_layer_kernel(
     PIECES: gl.constexpr, CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, GROUP_M: gl.constexpr,
     REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The layer in one launch: the programs quantize the rows of ``x`` together, as ``SharedRows`` says.
+    """The layer in one launch: the programs quantize the rows of ``x`` together, as ``SharedRows`` describes.
 
-    ``A``: the tensor map of ``q``. The last words of ``counts`` are those of the rows.
+    ``A``: the tensor map of ``q``. The last words of ``counts`` count the quantized rows.
     """
     weights = _weights(scale, zero_point, step, bias, N, G, GROUP)
     rows = SharedRows(x, q, q_scale, RowQuantization(None), counts + ROW_COUNTS, M, K, stride_xm, stride_xk, ROW)

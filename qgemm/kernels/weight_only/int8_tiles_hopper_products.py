@@ -1,7 +1,7 @@
-"""What the tiles of ``int8_tiles_hopper_kernels.py`` multiply: blocks of int4, unpacked to int8 in registers, in Gluon.
+"""The products of ``int8_tiles_hopper_kernels.py``: x times blocks of int4, unpacked to int8 in registers. In Gluon.
 
-``wgmma`` takes its operand A from those registers. Sums of groups are scaled and added in float32, or, where all of a
-row has one scale, are integers to the end.
+``wgmma`` reads its operand A, the weight, from registers. Sums of groups are scaled and added in float32. If all of a
+row has one scale, sums stay integers to the end.
 """
 
 from triton.experimental import gluon
@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import PANEL, load_block
 
-IN_FLIGHT = gl.constexpr(2)  # products that a group of warps has in flight
+IN_FLIGHT = gl.constexpr(2)  # how many products a group of warps has in flight
 
 
 @gluon.jit
@@ -25,22 +25,23 @@ def load_many(A, barrier, to, slot, row, at, WIDTH: gl.constexpr):
 
 @aggregate
 class Share:
-    """What a consumer has of every tile: some of the weight's rows, and every ``splits``-th block of K."""
+    """A consumer's share of every tile: some of the weight's rows, and every ``splits``-th block of K."""
 
     rows: gl.tensor
     owner: gl.constexpr
-    """Which of the ``owners``, each of whom has rows of its own, and adds up the sums of all ``splits`` of K."""
+    """Which of the ``owners`` has these rows. An owner adds up the sums of all ``splits`` of K for its rows."""
     owners: gl.constexpr
     first_block: gl.constexpr
-    """0 for an owner."""
+    """The first block of K; 0 for an owner."""
     splits: gl.constexpr
 
 
 @aggregate
 class Halves:
-    """Barriers of slots for halves of a block of x, where these aren't loaded and given back with the weight's block.
+    """Barriers of slots for halves of a block of x, where these are loaded and released apart from the weight's block.
 
-    Tiles of many columns have room for two blocks: so the next ones begin to come before one is read to its end.
+    Tiles of many columns have room for only two blocks. With halves, the next ones can be loaded before all of a block
+    has been read.
     """
 
     full: gl.shared_memory_descriptor
@@ -49,7 +50,7 @@ class Halves:
 
     @gluon.jit
     def slot(self, step, HALF: gl.constexpr):
-        """``(slot, phase)`` of a half of a step's block."""
+        """``(slot, phase)`` of half ``HALF`` of a step's block."""
         SLOTS: gl.constexpr = self.full.shape[0]
         at = 2 * step + HALF
         return at % SLOTS, at // SLOTS & 1
@@ -66,9 +67,9 @@ class Halves:
 
 @gluon.jit
 def _packed_block(ring, slot, rows, OWNER: gl.constexpr):
-    """The bytes of an owner's ``rows`` of a block, which are in a slot: as many at a time as a group has values.
+    """The bytes of an owner's ``rows`` of the block in a slot, as tensors of as many bytes as a group has values.
 
-    ``rows``: in the layout that they are multiplied in.
+    ``rows``: in the layout in which they are multiplied.
     """
     w, _, _, _, _ = ring
     SUBS: gl.constexpr = PANEL // w.shape[2]
@@ -81,7 +82,7 @@ def _packed_block(ring, slot, rows, OWNER: gl.constexpr):
 
 @gluon.jit
 def _unpack_part(weights, packed, rows, k, multiples, PART: gl.constexpr):
-    """int8 of a part of block ``k``: a group of it, or half of it. ``multiples``: of groups, or None."""
+    """int8 of a part of block ``k``: one of its groups, or a half. ``multiples``: those of its groups, or None."""
     SUBS: gl.constexpr = len(packed)
     multiple = multiples[PART] if multiples is not None else None
     return weights.unpacked(packed[PART % SUBS], rows, k * 2 * SUBS + PART, multiple, PART // SUBS)
@@ -89,7 +90,7 @@ def _unpack_part(weights, packed, rows, k, multiples, PART: gl.constexpr):
 
 @gluon.jit
 def _add_scaled(sums, scales, weights, ring, slot, rows, k, OWNER: gl.constexpr):
-    """``sums``, one for each piece of the columns, plus the products of a block: those of a group times its scale."""
+    """``sums``, one for each piece of the columns, plus the products of a block, each group's times its scale."""
     w, x, _, empty, _ = ring
     PIECES: gl.constexpr = len(sums)
     PIECE: gl.constexpr = sums[0].shape[1]
@@ -113,16 +114,16 @@ def _add_scaled(sums, scales, weights, ring, slot, rows, k, OWNER: gl.constexpr)
             products = products + (product,)
         if unit >= IN_FLIGHT:
             scale = gl.broadcast(scales[(unit - IN_FLIGHT) // PIECES][:, None], sums[0])[0]
-            # The piece that is next comes first.
+            # The next unit's piece comes first.
             sums = sums[1:] + (gl.fma(made.to(gl.float32), scale, sums[0]),)
     return sums
 
 
 @gluon.jit
 def _add_unscaled(sums, multiples, weights, ring, step, rows, k, OWNER: gl.constexpr):
-    """As ``_add_scaled``, where all of a row has one scale, which comes last: sums are integers.
+    """As ``_add_scaled``, but all of a row has one scale, which is applied in the end: sums are integers.
 
-    ``multiples``: of groups, which their values are multiplied by, or None. ``step``: of the ring.
+    ``multiples``: the factors of each group's values, or None. ``step``: the ring's.
     """
     w, x, full, empty, halves = ring
     PIECES: gl.constexpr = len(sums)
@@ -142,7 +143,7 @@ def _add_unscaled(sums, multiples, weights, ring, step, rows, k, OWNER: gl.const
             new = new + (warpgroup_mma(values, b, sums[i], is_async=True),)
         sums = new
     if halves.apart:
-        # Products that were started wait for the loads of the weight's slot.
+        # The products that were started have waited for the loads from the weight's slot.
         mbarrier.arrive(empty.index(slot), count=1)
         sums = warpgroup_mma_wait(PIECES, deps=sums)
         mbarrier.arrive(halves.empty.index(halves.slot(step, 0)[0]), count=1)
@@ -156,17 +157,18 @@ def _add_unscaled(sums, multiples, weights, ring, step, rows, k, OWNER: gl.const
 
 @gluon.jit
 def multiply(sums, scales, weights, ring, share, a_rows, own, after, step, GROUPS: gl.constexpr):
-    """``(sums, scales)``: ``sums`` plus the products of a consumer's blocks of an item, which begins at ``step``.
+    """Adds the products of a consumer's blocks of an item, which begins at ``step``, to ``sums``: ``(sums, scales)``.
 
-    ``scales``: of the first of those blocks; then of that of the next item. ``own``: the item's first row of the
-    weight and blocks of K; ``after``: those of the next.
+    ``scales``: at first those of the item's first block for this consumer, in the end those of the next item's.
+    ``own``: the item's first row of the weight and its blocks of K. ``after``: the first row and block of the next
+    item.
     """
     _, _, full, _, _ = ring
     STAGES: gl.constexpr = full.shape[0]
     col, start, end = own
     next_col, next_start = after
     for k in range(start + share.first_block, end, share.splits):
-        # Scales of the next step: from memory they take as long as a step.
+        # The next step's scales: loading them from memory takes as long as a step.
         ends = k + share.splits >= end
         following = gl.where(ends, next_col, col) + share.rows
         next_block = gl.where(ends, next_start + share.first_block, k + share.splits)
@@ -175,8 +177,8 @@ def multiply(sums, scales, weights, ring, share, a_rows, own, after, step, GROUP
         current = step + k - start
         slot = current % STAGES
         mbarrier.wait(full.index(slot), current // STAGES & 1)
-        # Registers of A aren't written again before all products have read them: nothing is in flight where the next
-        # step begins.
+        # Registers of A aren't rewritten before all products have read them: nothing is in flight when the next step
+        # begins.
         if weights.whole_sums:
             sums = _add_unscaled(sums, multiples, weights, ring, current, a_rows, k, share.owner)
         else:
@@ -187,9 +189,9 @@ def multiply(sums, scales, weights, ring, share, a_rows, own, after, step, GROUP
 
 @gluon.jit
 def hand_over(sums, handed, share, turn):
-    """The owner's ``sums`` plus those of the other consumers that share its rows, which hand theirs over.
+    """The owner's ``sums`` plus those of the other consumers that share its rows; the others hand theirs over.
 
-    The owner calls ``_take`` when it has stored them.
+    The owner calls ``take`` when it has stored them.
     """
     others, given, taken = handed
     PIECES: gl.constexpr = len(sums)
@@ -213,7 +215,7 @@ def hand_over(sums, handed, share, turn):
 
 @gluon.jit
 def take(handed, share):
-    """Lets the others hand over again: an owner whose sums are stored has loaded all of theirs."""
+    """Lets the others hand over again. Called by an owner that has stored its sums, and so has loaded all of theirs."""
     _, _, taken = handed
     for split in gl.static_range(share.splits - 1):
         mbarrier.arrive(taken.index(split * share.owners + share.owner), count=1)

@@ -1,9 +1,9 @@
-"""``Items``: which blocks of which tiles a program of Hopper's kernels computes, and whose parts make up a tile.
+"""``Items``: which blocks of which tiles a program of Hopper's kernels computes, and which programs share a tile.
 
-The first tiles are whole: programs compute them in turn. Blocks of K of the others, tile by tile, are cut into as many
-ranges of equal length as there are sharers, which are the first programs: a range ends in the tile that it begins in,
-or in the next. A program that has parts of two tiles computes that of the second one first: the last sharer of a tile
-waits for the others, all before it, and none of them for anything.
+The first tiles are whole: programs compute them in turn. The K blocks of the other tiles, tile by tile, are cut into as
+many ranges of equal length as there are sharers. The sharers are the first programs. A range ends in the tile that it
+begins in, or in the next one. A program with parts of two tiles computes the second tile's part first. So the last
+sharer of a tile waits for the others, which all come before it, and none of those waits for anything.
 """
 
 import triton
@@ -15,37 +15,37 @@ from qgemm.kernels.stages.aggregate import aggregate
 
 @aggregate
 class Items:
-    """The tiles of a product; ``turns`` of them, or parts, are a program's."""
+    """The tiles of a product. A program computes ``turns`` of them, or of parts of them."""
 
     sched: ScheduleContext
     alone: tl.tensor
-    """How many tiles are whole."""
+    """The number of whole tiles."""
     blocks: tl.tensor
-    """Of K, in a tile."""
+    """The number of K blocks of a tile."""
     sharers: tl.tensor
-    """At least as many as tiles that are shared."""
+    """The number of sharers, at least as many as shared tiles."""
     shares: tl.constexpr
-    """Whether there are such tiles."""
+    """Whether there are shared tiles."""
 
     @triton.jit
     def tiles(self):
-        """How many there are."""
+        """The number of tiles."""
         return tl.cdiv(self.sched.M, self.sched.ctx.block_m) * tl.cdiv(self.sched.N, self.sched.ctx.block_n)
 
     @triton.jit
     def whole(self):
-        """How many of them are this program's, and whole."""
+        """The number of whole tiles of this program."""
         ahead = self.alone - tl.program_id(0)
         return tl.cdiv(tl.maximum(ahead, 0), tl.num_programs(0))
 
     @triton.jit
     def shared_blocks(self):
-        """How many blocks shared tiles have."""
+        """The number of K blocks of all shared tiles."""
         return (self.tiles() - self.alone) * self.blocks
 
     @triton.jit
     def turns(self):
-        """How many tiles, or parts of some, this program computes."""
+        """The number of tiles, or parts of tiles, that this program computes."""
         turns = self.whole()
         if self.shares:
             program = tl.program_id(0)
@@ -57,7 +57,7 @@ class Items:
 
     @triton.jit
     def part(self, turn):
-        """``(index, first, last)``: the number of its tile, and its blocks of K."""
+        """``(index, first, last)`` of a turn: the number of its tile, and its blocks of K."""
         program = tl.program_id(0)
         index, first, last = program + turn * tl.num_programs(0), 0 * turn, self.blocks
         if self.shares:
@@ -73,9 +73,9 @@ class Items:
 
     @triton.jit
     def place(self, turn):
-        """``(row, col, first, last, shared)``: where its tile begins, its blocks of K, and its number of those shared.
+        """``(row, col, first, last, shared)`` of a turn: where its tile begins, its blocks of K, its number if shared.
 
-        The last is negative for a whole tile.
+        ``shared`` counts from the first shared tile; it is negative for a whole tile.
         """
         index, first, last = self.part(turn)
         tile = self.sched.get_tile_from_idx(index)
@@ -83,10 +83,10 @@ class Items:
 
     @triton.jit
     def sharers_of(self, shared):
-        """The first and the last program of a shared tile. Of its part, a program ``p`` is at ``p + shared``.
+        """The first and the last program of a shared tile. Program ``p`` keeps its part at place ``p + shared``.
 
-        No other part is there: where a program has two, they are of neighbouring tiles, and its range is the only one
-        that goes from one to the other.
+        No two parts have the same place: if a program has two parts, they are of neighbouring tiles, and its range is
+        the only one that goes from one of these tiles to the other.
         """
         blocks = self.shared_blocks()
         start = shared * self.blocks

@@ -42,8 +42,7 @@ def _block(
     SIZE: tl.constexpr = BLOCK.value
     GROUP: tl.constexpr = FORM.group
     HALVES: tl.constexpr = 8 // FORM.bits
-    # Table values are float32.
-    EXACT: tl.constexpr = tl.float32 if FORM.name == "nf4" else tl.bfloat16
+    EXACT: tl.constexpr = tl.float32 if FORM.has_codebook else tl.bfloat16
     k = block * (SIZE * HALVES)
     j = block * SIZE + tl.arange(0, SIZE)
     pointers = weight + n.to(tl.int64)[:, None] * stride_wn + j[None, :]

@@ -1,4 +1,4 @@
-"""Sums of parts of a tile, in memory: where programs share a tile along K, its last sharer adds them up. In Gluon."""
+"""Partial sums in memory: where programs share a tile along K, its last sharer adds up their parts. In Gluon."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,12 +13,12 @@ COUNTS_IN_A_WORD = gl.constexpr(config.COUNTS_IN_A_WORD)
 
 @gluon.jit
 def add_parts(sums, at, partial, counts, items, shared, WHO: gl.constexpr, GROUPS: gl.constexpr):
-    """Leaves sums of a part of a shared tile to the last of its sharers; or gets those of all parts, if this is it.
+    """Leaves the sums of a shared tile's part to the tile's last sharer, which adds them up here.
 
-    ``(sums, finishes)``, sums of one accumulator or several. Parts are added in their order, from the last one's on:
-    the same bits every time. Sharers before the last have started before it, and wait for nobody. ``at``: where each
-    of the sums is in memory, among those of a part. ``WHO``: which of ``GROUPS`` groups of warps this is, each of which
-    has sums of its own.
+    Returns ``(sums, finishes)``. ``sums``: a tuple, a tensor for each accumulator. Parts are always added in the same
+    order, the last sharer's first, so results have the same bits every time. Earlier sharers have started before the
+    last one and wait for nobody. ``at``: the place of each sum among those of a part. ``WHO``: which of ``GROUPS``
+    groups of warps this is; each has its own sums.
     """
     SIZE: gl.constexpr = _size(sums)
     first, last = items.sharers_of(shared)
@@ -30,7 +30,7 @@ def add_parts(sums, at, partial, counts, items, shared, WHO: gl.constexpr, GROUP
         others = last - first
         while load_acquire(word) >> shift & ((1 << COUNT_BITS) - 1) < others:
             pass
-        # All threads know of it before zeros are there for the next launch.
+        # All threads must have seen the count before it is reset for the next launch.
         thread_barrier()
         gl.atomic_add(word, -(others << shift), sem="relaxed", scope="gpu")
         for program in range(first, last):
@@ -51,13 +51,13 @@ def add_parts(sums, at, partial, counts, items, shared, WHO: gl.constexpr, GROUP
 
 @constexpr_function
 def _size(sums):
-    """How many sums several tensors are."""
+    """The number of values in several tensors."""
     return sum(each.numel for each in sums)
 
 
 @gluon.jit
 def in_blocks(sums):
-    """Where among those of a part each of a warp group's sums is: in blocks of 8 x 8, which a warp writes at a time."""
+    """The place of a warp group's sums among those of a part: blocks of 8 x 8, which a warp writes at a time."""
     n = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
     m = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
     return (n // 8 * (sums.shape[1] // 8 * 64) + n % 8 * 8)[:, None] + (m // 8 * 64 + m % 8)[None, :]

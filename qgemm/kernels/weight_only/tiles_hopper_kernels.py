@@ -1,8 +1,8 @@
-"""Products of many rows with weights of 4 and 8 bits on Hopper (sm_90), as they are stored, in Gluon.
+"""Products of many rows with stored 4- and 8-bit weights on Hopper (sm_90), in Gluon.
 
-A tile is 128 rows of the weight by up to 256 rows of x. One warp has TMA fill two rings: packed blocks of the
-weight, and panels of x. Each of two groups of four warps unpacks its rows of the weight into the registers that
-``wgmma`` takes its operand A from, while the other's products run (``tiles_hopper_products.py``).
+A tile is 128 rows of the weight by up to 256 rows of x. One producer warp keeps TMA filling two rings: packed blocks of
+the weight, and panels of x. Two consumer groups of four warps each unpack their rows of the weight into registers, from
+which ``wgmma`` reads its operand A, while the other group's products run (``tiles_hopper_products.py``).
 """
 
 from triton.experimental import gluon
@@ -29,8 +29,8 @@ from qgemm.kernels.weight_only.tiles_hopper_products import (
 )
 
 ROWS = gl.constexpr(config.TILE_ROWS)
-# Of a thread that multiplies, and with more than 128 rows of x, whose sums alone are 80 to 128; then fewer are left to
-# one that loads.
+# Registers per thread: of consumers, more with over 128 rows of x, whose sums alone take 80 to 128. The producer then
+# has fewer.
 MULTIPLYING_REGISTERS, MORE_REGISTERS = gl.constexpr(232), gl.constexpr(240)
 FEWER_PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -40,7 +40,7 @@ def _produce(X, W, rings, items, FORM: gl.constexpr, TILE: gl.constexpr):
     PANELS: gl.constexpr = TILE.panels
     SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // PANELS
     _, col, first, last, _ = items.place(gl.program_id(0) * 0)
-    # Weights don't change: the first come while the kernel ahead in the stream ends.
+    # Weights don't change, so the first blocks are loaded while the preceding kernel in the stream ends.
     ahead = gl.minimum(last - first, TILE.w_depth)
     for step in range(ahead):
         rings.load_weight(W, step, col, first + step)
@@ -77,7 +77,7 @@ def _consume(
     WIDTHS: gl.constexpr = TILE.widths
     STORED_FIRST: gl.constexpr = WIDTHS[0] // staging.shape[1]
     mma: gl.constexpr = accumulator_layout(WIDTHS[0])
-    # Zero points are those of values, and so are scales if no sums are scaled.
+    # Zero points have the layout of values, and so do scales unless they multiply sums.
     zl: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, mma, 2))
     rl: gl.constexpr = gl.SliceLayout(1, mma) if SCALED == "sums" else zl
     groups = gl.cdiv(sched.K, FORM.group) if FORM.group > 0 else 1
@@ -131,20 +131,20 @@ def _zeros(TILE: gl.constexpr, PIECE: gl.constexpr):
 
 @gluon.jit
 def _rows(col, sums):
-    """The rows of the weight from ``col`` on, of which these are the sums."""
+    """The rows of the weight, from ``col`` on, that ``sums`` belong to."""
     return col + gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
 
 
 @gluon.jit
 def _store_across(Y, staging, row, col, values, epilogue, WHO: gl.constexpr, NUMBER: gl.constexpr):
-    """Has the copy engine store what is the other way round, by as many columns at a time as a slot of ``staging`` has.
+    """Stores transposed ``values`` by TMA, as many columns at a time as a slot of ``staging`` has.
 
-    ``NUMBER``: how many were stored before.
+    ``NUMBER``: how many slots' worth of this tile were stored before.
     """
     SLOTS: gl.constexpr = staging.shape[0] // 2
     if values.shape[1] == staging.shape[1]:
         slot = staging.index(WHO * SLOTS + NUMBER % SLOTS)
-        # What the tile before stored last may be in any slot.
+        # The last store of the previous tile may still be reading any slot.
         UNREAD: gl.constexpr = SLOTS - 1 if NUMBER > 0 else 0
         tma.store_wait(UNREAD)
         slot.store(values.to(Y.dtype).permute((1, 0)))
@@ -169,8 +169,8 @@ def _tiles_kernel(
 ):  # fmt: skip
     """``X``, ``W``, ``Y``: tensor maps of ``[M, K]``, the stored weight, and ``[M, N]``.
 
-    ``alone``, ``sharers``: as in ``Items``. ``partial``: float32 for each part of a shared tile. ``counts``:
-    ``COUNTS_BYTES`` of zeros, which they are again in the end.
+    ``alone``, ``sharers``: as in ``Items``. ``partial``: float32, space for each part of a shared tile. ``counts``:
+    ``COUNTS_BYTES`` of zeros; they are zeros again when the kernel ends.
     """
     ctx = GemmContext(TILE.columns, ROWS, 64, 1, 1, TILE.group_size_m)
     sched = ScheduleContext(M, N, K, ctx)
@@ -195,7 +195,7 @@ def _tiles_kernel(
     WIDE: gl.constexpr = TILE.columns > 128
     MULTIPLYING: gl.constexpr = MORE_REGISTERS if WIDE else MULTIPLYING_REGISTERS
     LOADING: gl.constexpr = FEWER_PRODUCER_REGISTERS if WIDE else PRODUCER_REGISTERS
-    # Constants stay constants only in tuples that are written here.
+    # Constants stay constants only in a tuple that is written out here.
     gl.warp_specialize(
         [
             (

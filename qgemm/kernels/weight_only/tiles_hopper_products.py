@@ -1,12 +1,16 @@
-"""What the tiles of ``tiles_hopper_kernels.py`` multiply: blocks of the stored weight, unpacked in registers, in Gluon.
+"""The products of ``tiles_hopper_kernels.py``: x times blocks of the stored weight, unpacked in registers. In Gluon.
 
-``wgmma`` takes its operand A from those registers. All panels of a block of int4 by up to 128 rows of x are started
-before one is waited for. Otherwise, with more rows, whose sums leave fewer registers, and with values of 8 bits, panels
-are in turn: each is unpacked while the products of the one before it run. Zero points, and sums that are scaled by
-groups, take the first way. Panels of 160 and 192 rows of x are two, with an accumulator each (``Tiles.widths``).
+``wgmma`` reads its operand A, the weight, from registers. There are two orders:
 
-Registers of the weight are written again only after a wait for all products that read them: assemblers before CUDA
-13.3 may still move such a write too early, which ``test_compile.py`` looks for in the machine code.
+- block by block (``multiply``): all panels of a block are unpacked and their products started before one is waited for.
+  For int4 with up to 128 rows of x, for zero points, and for sums that are scaled by groups.
+- panel by panel (``multiply_in_turn``): each panel is unpacked while the products of the one before run. For more rows
+  of x, whose sums leave fewer registers, and for 8-bit values.
+
+Panels of 160 and 192 rows of x consist of two pieces, each with its own accumulator (``Tiles.widths``).
+
+Registers of the weight are rewritten only after a wait for all products that read them. Assemblers before CUDA 13.3 may
+still move such a write too early; ``test_compile.py`` looks for that in the machine code.
 """
 
 from triton.experimental import gluon
@@ -19,15 +23,15 @@ from qgemm.kernels.stages.ring import load_block
 from qgemm.kernels.stages.unpack import SCALED_BY, times_of_pairs, unpack_pairs, unpack_times_scale, widen_pairs
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
-PANEL = gl.constexpr(64)  # values of K, of x
+PANEL = gl.constexpr(64)  # values of x along K
 
 
 @constexpr_function
 def how_scaled(form, tile, scale, dtype):
-    """What scales of groups are applied to; nothing if a scale is of a row.
+    """What the scales of groups multiply; "" if a scale belongs to a whole row.
 
-    "sums" of groups; "values", before the first products are started; or "codes" of int4, as they are unpacked: a
-    multiply-add scales them and takes away what makes them positive.
+    "sums": the sums of groups. "values": the unpacked values, before the first products are started. "codes": int4
+    codes as they are unpacked, by a multiply-add that scales them and subtracts their offset.
     """
     if form.group == 0:
         return ""
@@ -40,7 +44,7 @@ def how_scaled(form, tile, scale, dtype):
 
 @constexpr_function
 def left_over(form, scaled, dtype):
-    """What unpacked values are to be multiplied by; sums are, in the end."""
+    """The factor that unpacked values still lack; sums are multiplied by it in the end."""
     if scaled == "codes":
         return 1 / SCALED_BY.value
     return times_of_pairs(form.name, dtype) if form.bits == 8 else 1.0
@@ -48,7 +52,7 @@ def left_over(form, scaled, dtype):
 
 @constexpr_function
 def accumulator_layout(columns):
-    """That of ``[64, columns]`` sums of a group of warps."""
+    """The layout of a warp group's sums, ``[64, columns]``."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -56,7 +60,7 @@ def accumulator_layout(columns):
 class Rings:
     """Slots of shared memory for panels of x and blocks of the weight, used in turn, with the barriers that count them.
 
-    As in ``Ring``, but with steps of their own. ``x_rest``: the second piece of x, if a tile has two.
+    As in ``Ring``, but x and the weight have separate steps. ``x_rest``: the second piece of x, if a tile has two.
     """
 
     x: gl.shared_memory_descriptor
@@ -69,7 +73,7 @@ class Rings:
 
     @gluon.jit
     def load_weight(self, W, slot, col, block):
-        """Starts loading a block of the weight, half of its rows for each group of warps."""
+        """Starts loading a block of the weight; each of the two warp groups gets half of its rows."""
         mbarrier.expect(self.w_full.index(slot), 2 * W.block_type.nbytes)
         for i in gl.static_range(2):
             load_block(W, [col + i * 64, block * (BLOCK // 2)], self.w_full.index(slot), self.w.index(slot * 2 + i))
@@ -82,13 +86,13 @@ class Rings:
 
     @gluon.jit
     def packed(self, step, half: gl.constexpr, WHO: gl.constexpr, mma: gl.constexpr):
-        """The bytes of half a block, two by two, of the rows that group ``WHO`` has."""
+        """Half a block's bytes, as pairs, for the rows of warp group ``WHO``."""
         slot = self.w.index(step % self.w_full.shape[0] * 2 + WHO)
         return slot.slice(half * 32, 32, 1).load(gl.DotOperandLayout(0, mma, 1))
 
     @gluon.jit
     def release_weight(self, step):
-        """Gives a block's slot back."""
+        """Marks the slot of a block as read."""
         mbarrier.arrive(self.w_empty.index(step % self.w_full.shape[0]), count=1)
 
     @gluon.jit
@@ -99,7 +103,7 @@ class Rings:
 
     @gluon.jit
     def load_x(self, X, row, k, full, panel, TILE: gl.constexpr):
-        """Starts loading a panel of x, by as many rows at a time as the map's blocks have."""
+        """Starts loading a panel of x, as many rows at a time as the map's blocks have."""
         WIDTHS: gl.constexpr = TILE.widths
         PART: gl.constexpr = X.block_shape[0]
         for part in gl.static_range(WIDTHS[0] // PART):
@@ -109,7 +113,7 @@ class Rings:
 
     @gluon.jit
     def panel_of_x(self, step, PART: gl.constexpr, TILE: gl.constexpr):
-        """Panel ``PART`` of a slot, for each accumulator, as ``wgmma`` takes its operand B."""
+        """Panel ``PART`` of a slot, a piece for each accumulator, as ``wgmma`` reads its operand B."""
         panel = step % TILE.x_depth * TILE.panels + PART
         x = (self.x.index(panel).permute((1, 0)),)
         if len(TILE.widths) > 1:
@@ -118,13 +122,13 @@ class Rings:
 
     @gluon.jit
     def release_x(self, step):
-        """Gives the panels' slot back."""
+        """Marks the slot of panels of x as read."""
         mbarrier.arrive(self.x_empty.index(step % self.x_full.shape[0]), count=1)
 
 
 @gluon.jit
 def _multiply(w, x, accs, ADDS: gl.constexpr = True):
-    """Starts the products of a panel of the weight with one of x; added to ``accs`` if it ``ADDS``."""
+    """Starts the products of a panel of the weight with one of x; they are added to ``accs`` if ``ADDS``."""
     sums = ()
     for i in gl.static_range(len(x)):
         a = gl.convert_layout(w, gl.DotOperandLayout(0, accumulator_layout(x[i].shape[1]), 2), assert_trivial=True)
@@ -134,7 +138,7 @@ def _multiply(w, x, accs, ADDS: gl.constexpr = True):
 
 @gluon.jit
 def _settle(PANELS: gl.constexpr, accs):
-    """``accs`` once at most the last ``PANELS`` panels have products in flight."""
+    """``accs``, once only products of the last ``PANELS`` panels are in flight."""
     if len(accs) == 1:
         return (warpgroup_mma_wait(PANELS, deps=accs),)
     else:
@@ -143,13 +147,13 @@ def _settle(PANELS: gl.constexpr, accs):
 
 @constexpr_function
 def _in_words(form, dtype):
-    """Whether scales, or zero points, are loaded 32 bits at a time: those of small groups, or of a block's halves."""
+    """Whether scales or zero points are loaded 32 bits at a time: for small groups, or for both halves of a block."""
     return 0 < form.group < BLOCK.value or (form.paired and dtype.primitive_bitwidth == 16)
 
 
 @gluon.jit
 def _load_factors(pointers, block, groups, FORM: gl.constexpr):
-    """Scales, or zero points, of a block's groups, by halves or in words. 0 beyond the last group."""
+    """The scales or zero points of a block's groups, as a tensor per half or as words; 0 beyond the last group."""
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     factors = ()
     if pointers is not None:
@@ -169,7 +173,7 @@ def _load_factors(pointers, block, groups, FORM: gl.constexpr):
 
 @gluon.jit
 def _of_groups(factors, INDEX: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr):
-    """For each group of a block's panel, a vector of ``DTYPE`` from what ``_load_factors`` gives."""
+    """A vector of ``DTYPE`` for each group of a block's panel, from the result of ``_load_factors``."""
     own = ()
     if _in_words(FORM, DTYPE):
         COUNT: gl.constexpr = max(PANEL // FORM.group, 1)
@@ -190,7 +194,7 @@ def _of_groups(factors, INDEX: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.const
 
 @gluon.jit
 def _spread(own, w):
-    """A vector for each group of a panel as a factor for each of its values ``w``."""
+    """The vectors of a panel's groups, ``own``, as a factor for each of the values ``w``."""
     COUNT: gl.constexpr = len(own)
     ROWS: gl.constexpr = w.shape[0]
     if COUNT == 1:
@@ -211,9 +215,9 @@ def _values(
     packed, INDEX: gl.constexpr, factors, zeros, SCALE: gl.constexpr, DTYPE: gl.constexpr, mma: gl.constexpr,
     FORM: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """A panel of a block, 64 values of K, as ``wgmma`` takes it, over ``left_over``; ``packed``: its bytes, two by two.
+    """A panel of a block, 64 values of K, in the layout of ``wgmma``'s operand A, divided by ``left_over``.
 
-    It is scaled if ``SCALED``, by ``how_scaled``, says so.
+    ``packed``: the block's bytes, as pairs. Values are scaled if ``SCALED``, from ``how_scaled``, says so.
     """
     FORMAT: gl.constexpr = FORM.name
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -226,7 +230,7 @@ def _values(
             own = own + ((of_groups[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))).to(DTYPE),)
         w = w - _spread(own, w)
     if SCALED == "values":
-        # Exponents and e4m3 are exact in bfloat16. Else a product is rounded once, from float32.
+        # Exponents and e4m3 are exact in bfloat16. Otherwise the product is computed in float32 and rounded once.
         EXACT: gl.constexpr = SCALE == DTYPE or (SCALE.primitive_bitwidth == 8 and gl.bfloat16 == DTYPE)
         own = ()
         of_groups = _of_groups(factors, INDEX, SCALE, FORM)
@@ -238,7 +242,7 @@ def _values(
 
 @gluon.jit
 def _scaled_codes(packed, INDEX: gl.constexpr, factors, mma: gl.constexpr, FORM: gl.constexpr):
-    """As ``_values``, of symmetric int4, times its scales in bfloat16 and ``SCALED_BY``."""
+    """As ``_values``, for symmetric int4: the values times their scales in bfloat16 and ``SCALED_BY``."""
     scale = scale_value(_of_groups(factors, INDEX, gl.bfloat16, FORM)[0])
     own = gl.convert_layout(scale, gl.SliceLayout(1, packed.type.layout), assert_trivial=True)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -250,10 +254,10 @@ def _start(
     values, packed, factors, accs, rings, x_step, COUNT: gl.constexpr, SCALED: gl.constexpr,
     FORM: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Starts the products of a block's ``COUNT`` panels with the next ones of x, whose first slot was waited for.
+    """Starts the products of a block's ``COUNT`` panels with the next panels of x, whose first slot has arrived.
 
-    ``values``: the panels. Codes that are scaled are unpacked here: each panel while products of those before it run.
-    Sums: with "sums" ``SCALED`` those of every two panels, which are half a block, else ``accs`` plus all.
+    ``values``: the unpacked panels. With "codes" they are unpacked here, each while the products of those before it
+    run. Returns, if ``SCALED`` is "sums", the sums of every two panels, which are half a block, else ``accs`` plus all.
     """
     PANELS: gl.constexpr = TILE.panels
     SUMS: gl.constexpr = SCALED == "sums"
@@ -280,9 +284,9 @@ def _finish(
     started, accs, scales, rings, x_step, COUNT: gl.constexpr, SUMS: gl.constexpr, SCALE: gl.constexpr,
     FORM: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """``accs`` with the products of ``COUNT`` panels that ``_start`` has started; releases those of x.
+    """``accs`` with the products of ``COUNT`` panels that ``_start`` has started; releases their slots of x.
 
-    ``scales``: of a block's halves, in ``SCALE``, if there are ``SUMS`` to be scaled.
+    ``scales``: the scales of the block's halves, of dtype ``SCALE``, used if ``SUMS`` are to be scaled.
     """
     PANELS: gl.constexpr = TILE.panels
     sums = started
@@ -305,12 +309,12 @@ def multiply(
     w_step, x_step, accs, scales, zero_points, rings, first, last, groups,
     FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """``(w_step, x_step, accs)``: the next steps of the rings, and ``accs`` plus the products of blocks of K.
+    """``accs`` plus the products of blocks ``first`` to ``last`` of K, and the next steps: ``(w_step, x_step, accs)``.
 
-    ``scales``, ``zero_points``: pointers to those of each row's first group; or None.
+    ``scales``, ``zero_points``: pointers to those of each row's first group, or None.
     """
     COUNT: gl.constexpr = 4 if FORM.bits == 4 else 2  # panels of a block
-    # Two blocks: one of few rows takes less time than a load from memory.
+    # Two blocks ahead: with few rows, a block takes less time than a load from memory.
     AHEAD: gl.constexpr = 2 if FORM.group >= BLOCK else 1
     mma: gl.constexpr = accs[0].type.layout
     DTYPE: gl.constexpr = rings.x.dtype
@@ -326,7 +330,7 @@ def multiply(
         zeros = next_zeros
         next_zeros = _load_factors(zero_points, block + 1, groups, FORM)
         rings.wait_for_weight(w_step)
-        # Not behind the loads of the block's bytes: a wait there would be one for all of them.
+        # Before the loads of the block's bytes: a wait behind them would wait for all of those, too.
         rings.wait_for_x(x_step)
         packed = (rings.packed(w_step, 0, WHO, mma), rings.packed(w_step, 1, WHO, mma))
         values = ()
@@ -334,7 +338,7 @@ def multiply(
             for i in gl.static_range(COUNT):
                 values = values + (_values(packed[i % 2], i, factors, zeros, SCALE, DTYPE, mma, FORM, SCALED),)
         started = _start(values, packed, factors, accs, rings, x_step, COUNT, SCALED, FORM, TILE)
-        # Products wait for the loads of the slot; TMA, which writes it next, doesn't.
+        # Only here: the products have waited for the loads from the slot, which TMA, its next writer, doesn't.
         rings.release_weight(w_step)
         accs = _finish(started, accs, factors, rings, x_step, COUNT, SCALED == "sums", SCALE, FORM, TILE)
         w_step += 1
@@ -349,7 +353,7 @@ def _blocks_in_turn(
 ):  # fmt: skip
     """``accs`` plus the products of ``BLOCKS`` blocks, and the factors of the block after them.
 
-    Of two panels the products are on their way at most: registers of the one before the last are free to be written.
+    At most two panels' products are in flight: the registers of the panel before the last may be rewritten.
     """
     COUNT: gl.constexpr = 4 if FORM.bits == 4 else 2
     PANELS: gl.constexpr = TILE.panels
@@ -375,7 +379,7 @@ def _blocks_in_turn(
                 rings.wait_for_x(step)
             accs = _multiply(w, rings.panel_of_x(step, i % PANELS, TILE), accs)
             if i == 1:
-                # Both of the block's halves are in registers, or products wait for them.
+                # By now both of the block's halves are in registers, or the products have waited for them.
                 rings.release_weight(w_step + b)
             if b + i > 0:
                 accs = _settle(1, accs)

@@ -16,7 +16,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 TABLES = {
     "int4": torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float32),
     "fp4": torch.tensor(E2M1 + [-value for value in E2M1]),
-    "nf4": torch.tensor(unpack.NF4.value),
+    **{name: torch.tensor(values) for name, values in unpack.CODEBOOKS.value.items()},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,0 +1,154 @@
+"""Times encoders, as embedding models are, on a GPU: ``python -m benchmarks.encoders --help``.
+
+Models have random weights in bfloat16. Three ways to run each take turns: as it is, quantized to int8, and fused as
+well. Of a call are measured what it takes in eager mode, with the host's time, and what its kernels take, in a CUDA
+graph. The last tokens of all sequences but one's are padding, so that attention has a mask.
+
+Before they are timed, the last hidden states are compared with those of the float model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import qgemm
+from benchmarks.models.shapes import MODELS, ModelShape
+from benchmarks.results import environment, write_json
+from benchmarks.shapes import parse_pair
+from benchmarks.tables import Table, render
+from benchmarks.timing import median_seconds
+from qgemm_cli.timing import QUICK, Effort, Pass
+
+_LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+ENCODERS = {
+    shape.name: shape
+    for shape in (
+        MODELS["minilm-l6"],
+        MODELS["bert-base"],
+        ModelShape("xlm-roberta-large", "XLMRobertaConfig", 24, _LARGE, is_decoder=False),
+    )
+}
+SIZES = ((1, 16), (8, 64), (32, 128), (64, 384))
+PADDING = 5  # tokens
+MAX_ERROR = 0.1
+"""Of all hidden states, relative to those of the float model."""
+COPIES = 4
+FLOAT = "bfloat16"
+WAYS: dict[str, Callable[[Any], object]] = {
+    FLOAT: lambda model: model,
+    "int8": qgemm.quantize_model,
+    "int8, fused": partial(qgemm.quantize_model, fuse=True),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way on ``batch`` sequences of ``length`` tokens: milliseconds of a call in eager mode, and of its kernels."""
+
+    model: str
+    way: str
+    batch: int
+    length: int
+    eager_ms: float
+    kernels_ms: float
+    error: float
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    """Measures what the command line asks for, prints it, and writes the JSON file if one is named."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.encoders", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(ENCODERS), action="append", help="(default: all)")
+    parser.add_argument("--size", type=parse_pair, action="append", metavar="BxL", help="sequences and their length")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--commit", help="what to call the commit, in a copy of the tree without git")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU; python -m benchmarks.models times encoders on a CPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    results: list[Result] = []
+    with torch.inference_mode():
+        for name in args.model or ENCODERS:
+            results += measure(ENCODERS[name], args.size or SIZES, QUICK if args.quick else Effort(), device)
+    about = environment(device, args.commit)
+    print(f"{about['device']}, torch {torch.__version__}, commit {about['commit']}")
+    print(render(table(results), markdown=False))
+    if args.json:
+        write_json(args.json, {"environment": about, "results": [asdict(result) for result in results]})
+    return results
+
+
+def measure(shape: ModelShape, sizes: Sequence[tuple[int, int]], effort: Effort, device: torch.device) -> list[Result]:
+    """All ways on all sizes; raises ``ValueError`` for a wrong output."""
+    models = {way: shape.build(device) for way in WAYS}
+    for way, model in models.items():
+        WAYS[way](model)
+    results = []
+    for batch, length in sizes:
+        given = [inputs(batch, length, device) for _ in range(COPIES)]
+        runs = {way: partial(hidden_states, model) for way, model in models.items()}
+        wanted = runs[FLOAT](given[0]).double()
+        errors = {way: float((run(given[0]).double() - wanted).norm() / wanted.norm()) for way, run in runs.items()}
+        if wrong := [way for way, error in errors.items() if not error <= MAX_ERROR]:
+            raise ValueError(f"wrong output of {wrong[0]}: relative error {errors[wrong[0]]:.3g}, at most {MAX_ERROR}")
+        eager = eager_seconds(runs, given, effort)
+        kernels = median_seconds({way: Pass(run, given, device) for way, run in runs.items()}, effort, device)
+        for way in WAYS:
+            times = eager[way] * 1e3, kernels[way] * 1e3
+            results.append(Result(shape.name, way, batch, length, *times, errors[way]))
+    return results
+
+
+def inputs(batch: int, length: int, device: torch.device) -> dict[str, Tensor]:
+    """Tokens, and the mask of those that count."""
+    ids = torch.randint(5, 1000, (batch, length), device=device)
+    mask = torch.ones_like(ids)
+    mask[1:, -PADDING:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def hidden_states(model: Any, given: dict[str, Tensor]) -> Tensor:
+    """The last ones."""
+    out: Tensor = model(**given).last_hidden_state
+    return out
+
+
+def eager_seconds(
+    runs: Mapping[str, Callable[[dict[str, Tensor]], Tensor]], given: Sequence[dict[str, Tensor]], effort: Effort
+) -> dict[str, float]:
+    """Seconds of one call from an idle device to an idle device: medians of calls in turn."""
+    times: dict[str, list[float]] = {way: [] for way in runs}
+    for turn in range(10 * effort.rounds):
+        for way, run in runs.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run(given[turn % len(given)])
+            torch.cuda.synchronize()
+            times[way].append(time.perf_counter() - start)
+    return {way: statistics.median(values) for way, values in times.items()}
+
+
+def table(results: Sequence[Result]) -> Table:
+    """A row for each model, size and way."""
+    floats = {(one.model, one.batch, one.length): one for one in results if one.way == FLOAT}
+    rows = []
+    for one in results:
+        base = floats[one.model, one.batch, one.length]
+        eager = [f"{one.eager_ms:.2f}", f"{base.eager_ms / one.eager_ms:.2f}"]
+        kernels = [f"{one.kernels_ms:.2f}", f"{base.kernels_ms / one.kernels_ms:.2f}"]
+        rows.append([one.model, f"{one.batch} x {one.length}", one.way, *eager, *kernels, f"{one.error:.3f}"])
+    return ["model", "tokens", "", "eager, ms", "times", "kernels, ms", "times", "error"], rows
+
+
+if __name__ == "__main__":
+    main()

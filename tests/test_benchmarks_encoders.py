@@ -1,0 +1,46 @@
+"""The benchmark of encoders: its table, what it refuses, and its inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import encoders
+from benchmarks.encoders import FLOAT, PADDING, WAYS, Result
+
+
+def test_table() -> None:
+    results = [Result("m", way, 2, 8, 4.0 / (i + 1), 2.0 / (i + 1), 0.01) for i, way in enumerate(WAYS)]
+    header, rows = encoders.table(results)
+    assert [row[2] for row in rows] == list(WAYS)
+    assert rows[2] == ["m", "2 x 8", "int8, fused", "1.33", "3.00", "0.67", "3.00", "0.010"]
+    assert len(header) == len(rows[0])
+
+
+def test_padding_needs_a_mask() -> None:
+    given = encoders.inputs(3, 16, torch.device("cpu"))
+    assert given["attention_mask"].sum(1).tolist() == [16, 16 - PADDING, 16 - PADDING]
+
+
+@pytest.mark.parametrize("name", encoders.ENCODERS)
+def test_every_way_runs_every_encoder(name: str) -> None:
+    given = encoders.inputs(2, 8, torch.device("cpu"))
+    outs = {}
+    with torch.inference_mode():
+        for way, prepare in WAYS.items():
+            model = encoders.ENCODERS[name].build(torch.device("cpu"), layers=1)
+            prepare(model)
+            outs[way] = encoders.hidden_states(model, given)
+    for way, out in outs.items():
+        error = float((out - outs[FLOAT]).norm() / outs[FLOAT].norm())
+        assert (error == 0) == (way == FLOAT)
+        assert error < encoders.MAX_ERROR
+
+
+def test_without_a_gpu_it_says_where_to_look(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        encoders.main([])
+    assert "benchmarks.models times encoders on a CPU" in capsys.readouterr().err
