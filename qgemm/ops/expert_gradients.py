@@ -3,7 +3,7 @@
 With ``h = x @ gate_up.T + bias``, ``a = activation(h)``, ``y = a @ down.T + bias`` and a routing weight ``w``, the
 gradient of ``w * y`` for ``w`` is ``grad . y = (grad @ down) . a + grad . bias``, so ``y`` itself isn't needed.
 
-The float weights of some experts at a time are made, whose products are then grouped ones.
+The backward makes the float weights of several experts at a time, and multiplies by them with grouped products.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.ops.float_weight import float_weight
 
-MAX_FLOAT_BYTES = 2**28  # of float weights at a time, where more than one expert's are
-_ALIGNMENT = 16  # bytes, of the rows of grouped products
+MAX_FLOAT_BYTES = 2**28  # of the float weights of several experts
+_ALIGNMENT = 16  # bytes; PyTorch's grouped products take rows of a multiple of it
 
 
 def gradients(
@@ -27,10 +27,13 @@ def gradients(
     top_k_weights: Tensor,
     experts: ExpertWeights | WeightOnlyExperts,
 ) -> tuple[Tensor, Tensor]:
-    """Those of ``x`` and ``top_k_weights``, in their dtypes. ``grad``: that of the output, ``[T, hidden_size]``."""
+    """The gradients of ``x`` and ``top_k_weights``, in their dtypes.
+
+    ``grad``: the gradient of the output, ``[T, hidden_size]``.
+    """
     k, E = top_k_index.shape[1], len(experts.down)
     ids, pairs = top_k_index.flatten().sort(stable=True)
-    # Of each pair of a token and an expert, in the order of the experts.
+    # Each pair of a token and an expert has a row, in the order of the experts.
     rows, factors = pairs // k, top_k_weights.flatten()[pairs].float()
     grad_pairs, grad_factors = x.new_zeros((len(pairs), x.shape[1])), torch.zeros_like(factors)
     ends = torch.searchsorted(ids, torch.arange(E + 1, device=ids.device))
@@ -56,14 +59,14 @@ def gradients(
             ).sum(-1)
         grad_factors[some] = of_factors
         grad_pairs[some] = _product(grad_h, first_weight, offsets)
-    # Summed in an order that doesn't depend on the device's mood.
+    # Sums in a fixed order: the same inputs give the same bits.
     places = torch.empty_like(pairs).index_copy_(0, pairs, torch.arange(len(pairs), device=pairs.device))
     grad_x = grad_pairs[places].view(*top_k_index.shape, x.shape[1]).float().sum(1)
     return grad_x.to(x.dtype), grad_factors[places].view(top_k_index.shape).to(top_k_weights.dtype)
 
 
 def _parts(experts: ExpertWeights | WeightOnlyExperts, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """The experts whose float weights are made together, from one to another."""
+    """Ranges ``(first, last)`` of experts whose float weights are made together, without ``last``."""
     E, (hidden_size, intermediate_size) = len(experts.down), experts.sizes
     columns = experts.activation.columns(intermediate_size)
     count = 1
@@ -77,7 +80,7 @@ def _parts(experts: ExpertWeights | WeightOnlyExperts, dtype: torch.dtype) -> It
 
 
 def _product(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """``rows @ weights[e]``, where the rows of each ``e`` end at ``offsets[e]``."""
+    """``rows @ weights[e]`` for the rows of each expert ``e``, which end at ``offsets[e]``."""
     if len(weights) == 1:
         return rows @ weights[0]
     out: Tensor = F.grouped_mm(rows, weights, offs=offsets)
@@ -89,7 +92,7 @@ def _of_activation(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``(factors * grad * activation(h)).sum()`` for ``h``, in its dtype, and ``factors``.
 
-    ``offsets``: int32, whose last one is the number of rows, of ``most`` there may be.
+    ``offsets``: int32; the last one is the number of rows, at most ``most``.
     """
     if h.is_cuda and not (h.requires_grad or grad.requires_grad or factors.requires_grad):
         from qgemm.kernels.activation.launcher import activation_backward
