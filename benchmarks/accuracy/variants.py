@@ -126,10 +126,12 @@ class Cached(nn.Module):
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
         """The model's ``logits`` of all tokens."""
+        from qgemm.integrations.transformers.cache import ARGUMENT
+
         model: Any = self.model
         B, S = input_ids.shape
         cache = qgemm.KeyValueCache(model.config, B, S, self.dtype, input_ids.device)
-        parts = [model(input_ids=part, past_key_values=cache).logits for part in input_ids.split(MAX_QUERIES, dim=1)]
+        parts = [model(input_ids=part, **{ARGUMENT: cache}).logits for part in input_ids.split(MAX_QUERIES, dim=1)]
         return SimpleNamespace(logits=torch.cat(parts, dim=1))
 
 

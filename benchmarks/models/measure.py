@@ -229,7 +229,8 @@ def _options_of_a_cpu(requests: Sequence[Request]) -> dict[str, Any]:
     """A cache that fits: transformers would make one of nearly all memory, as it does on a GPU."""
     from transformers import ContinuousBatchingConfig
 
-    size = ContinuousBatchingConfig().block_size
+    config = ContinuousBatchingConfig()
+    size = getattr(config, "page_size", None) or config.block_size  # since transformers 5.18, and before
     blocks = sum((len(request.prompt) + request.new) // size + 2 for request in requests)
     return {"continuous_batching_config": ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512)}
 

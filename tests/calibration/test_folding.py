@@ -206,11 +206,23 @@ def test_what_a_block_returns_beside_its_first_tensor_counts() -> None:
     assert "encoder.final_layer_norm" in find_folds(block)[1]["decoder.block.0.layer.1.EncDecAttention.k"]
 
 
+class Logits(nn.Module):
+    """Those of ``model`` alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        logits: Tensor = self.model(**inputs).logits
+        return logits
+
+
 def test_what_never_shows_is_not_verified() -> None:
     # The vision tower's last layer but one is what the language model gets.
-    _, block = build("llava")
-    folds, refused = find_folds(block)
-    tower = "model.vision_tower.encoder.layers"
+    example = FAMILIES["llava"]()
+    folds, refused = find_folds(block_of(Logits(example.model), example.inputs))
+    tower = "model.model.vision_tower.encoder.layers"
     assert any(fold.source == f"{tower}.0.layer_norm1" for fold in folds)
     assert f"scales in '{tower}.1.layer_norm1' don't verifiably keep" in refused[f"{tower}.1.self_attn.q_proj"]
 

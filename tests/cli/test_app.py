@@ -75,6 +75,13 @@ def test_python_m_and_version() -> None:
     assert (result.stdout.strip(), result.returncode) == (qgemm.__version__, 0)
 
 
+def test_at_its_end_libraries_find_nothing_to_complain_of() -> None:
+    """Triton 3.9 does of all that is left then."""
+    code = "import sys, triton.language; from qgemm_cli import main; sys.argv[1:] = ['--version']; main()"
+    result = run_python(code)
+    assert (result.stdout, result.stderr) == (f"{qgemm.__version__}\n", "")
+
+
 def test_without_typer_it_says_what_to_install() -> None:
     result = run_python("import sys; sys.modules['typer'] = None\nfrom qgemm_cli import main; main()")
     assert result.returncode == 2

@@ -89,6 +89,20 @@ def test_what_a_dict_has_in_its_cache_can_be_read_by_others(llama: Any) -> None:
     assert all(map(torch.equal, result, expected))
 
 
+@pytest.mark.parametrize("make", [DynamicCache, qgemm.KeyValueCache], ids=["transformers' loop", "qgemm's loop"])
+def test_a_cache_can_have_its_former_name(llama: Any, make: Any) -> None:
+    """transformers has another since 5.24, and warns of this one at the line that calls its own ``generate``."""
+    cache = make(llama.config, 3, 16, device=DEVICE) if make is qgemm.KeyValueCache else make(config=llama.config)
+    expected = llama.generate(PROMPTS, **SETTINGS, max_new_tokens=5)
+    qgemm.fast_generate(llama)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        warnings.filterwarnings("ignore", f"generate runs.*{ARGUMENT} is a cache that grows")
+        found = llama.generate(PROMPTS, **SETTINGS, max_new_tokens=5, past_key_values=cache)
+    assert torch.equal(found, expected)
+    assert cache.get_seq_length() == PROMPTS.shape[1] + 4
+
+
 def test_positions_of_one_row_are_those_of_all(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "MAX_PROMPT_VALUES", 1)
     positions = torch.arange(3, 10, device=DEVICE)[None]

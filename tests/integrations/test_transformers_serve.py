@@ -35,8 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loaded(folder: Path, manager: type[Any]) -> tuple[Any, Any]:
-    model, processor = manager(device=DEVICE).load_model_and_processor(f"{folder}@main")
+def loaded(folder: Path, kind: type[Any], request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    manager = kind(device=DEVICE)
+    request.addfinalizer(manager.shutdown)  # else its timer keeps the process for five minutes
+    model, processor = manager.load_model_and_processor(f"{folder}@main")
     return model, processor
 
 
@@ -49,7 +51,7 @@ async def text_of(queue: asyncio.Queue[Any]) -> str:
 
 
 @pytest.mark.parametrize("batches", [False, True], ids=["one by one", "continuous batching"])
-def test_a_server_gives_the_tokens_of_generate(batches: bool, folder: Path) -> None:
+def test_a_server_gives_the_tokens_of_generate(batches: bool, folder: Path, request: pytest.FixtureRequest) -> None:
     from transformers.cli.serving.model_manager import ModelManager
 
     class FastModels(ModelManager):  # type: ignore[misc]
@@ -62,10 +64,10 @@ def test_a_server_gives_the_tokens_of_generate(batches: bool, folder: Path) -> N
             return model, processor
 
     settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=LAST + 6, pad_token_id=0)
-    plain, _ = loaded(folder, ModelManager)
+    plain, _ = loaded(folder, ModelManager, request)
     prompts = [torch.tensor([ids], device=DEVICE) for ids in PROMPTS]
     expected = [plain.generate(ids, generation_config=settings)[0, ids.shape[1] :] for ids in prompts]
-    model, processor = loaded(folder, FastModels)
+    model, processor = loaded(folder, FastModels, request)
     assert all(fused_of(layer) is not None for layer in model.model.layers)
 
     async def serve() -> None:

@@ -228,7 +228,7 @@ def test_no_activation_becomes_float32_as_a_whole(threads: int, as_many: int, mo
     for function, arguments in made_rows(x, x, weight):
         with Largest() as largest:
             function(*arguments)
-        # LayerNorm is one operator.
+        # LayerNorm is one operator. Its mean and variance, which are float32 before PyTorch 2.15, nobody reads.
         assert function in (cpu.add_norm, cpu.post_norm) or largest.bytes > 0, function.__name__
         assert largest.bytes <= as_many * 4 * 2**12, function.__name__
     with Largest() as largest:

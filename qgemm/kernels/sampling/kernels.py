@@ -56,6 +56,8 @@ def _choose_kernel(
     step = tl.load(counters + COUNTERS - 1)
     noted = rows + step * (B + 1)
     has_row = (step >= 0) & (step < steps)
+    # Triton 3.9's interpreter takes no mask that a single boolean went into.
+    noted_rows = tl.where(has_row, B, 0)
     part = tl.arange(0, PARTS)[None, :]
     going = tl.zeros((), tl.int32)
     for first in range(0, B, BLOCK_B):
@@ -69,7 +71,7 @@ def _choose_kernel(
         if PADS:
             chosen = tl.where(has_ended, padding, chosen)
         tl.store(token + row, chosen, mask=inside)
-        tl.store(noted + row, chosen, mask=inside & has_row)
+        tl.store(noted + row, chosen, mask=row < noted_rows)
         if ends is not None:
             for i in range(ENDS):
                 has_ended = has_ended | (chosen == tl.load(ends + i))

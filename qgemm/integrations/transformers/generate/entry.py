@@ -39,6 +39,8 @@ from qgemm.warn import warn_user
 
 # The attribute of a model for what it keeps between calls, and of a cache for its decoder.
 _KEPT = "_qgemm_generate"
+# What generate called the cache before transformers 5.24, which warns of it at the line of the call: one of ours, here.
+_FORMER = "past_key_values"
 
 
 class _Kept:
@@ -92,6 +94,8 @@ def fast_generate(model: nn.Module, enabled: bool, cache_dtype: torch.dtype | No
 
 @functools.wraps(GenerationMixin.generate)
 def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
+    if _FORMER in options and ARGUMENT not in options:
+        options[ARGUMENT] = options.pop(_FORMER)
     try:
         return _through_loop(model, *arguments, **options)
     except NotCovered as reason:
