@@ -35,8 +35,8 @@ def main() -> None:
 def _leave_garbage() -> None:
     """Saves the second that Python would take at its end to collect garbage among PyTorch's and transformers' objects.
 
-    From version 3.9 on, Triton's classes are nanobind's, which lists objects that are left on stderr. There Python collects
-    garbage once instead of twice, which saves half a second.
+    From version 3.9 on, Triton's classes are nanobind's, which lists objects that are left on stderr. There Python
+    collects garbage once instead of twice, which saves half a second.
     """
     triton = sys.modules.get("triton._C.libtriton")
     if triton is not None and type(triton.ir.attribute).__module__ == "nanobind":
