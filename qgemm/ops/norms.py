@@ -67,12 +67,22 @@ def add_norm(
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.add_norm``, called through ``torch.ops.qgemm.add_norm`` if the dispatcher needs to see the call."""
-    if not seen_by_others(x, residual, branch_weight, weight, bias):
-        return dispatch.add_norm(x, residual, branch_weight, weight, bias, norm)
-    total, normed = torch.ops.qgemm.add_norm(x, residual, branch_weight, weight, bias, norm.kind, norm.eps)
-    if residual is None and branch_weight is None:
-        total = x
-    return total, total if weight is None else normed
+    what, tensors = ("add_norm", norm), (x, residual, branch_weight, weight, bias, None)
+    adds = residual is not None or branch_weight is not None
+    made = recall_launch(what, tensors)
+    if made is not None:
+        total = made[0] if adds else x
+        return total, total if weight is None else made[-1]
+    if seen_by_others(x, residual, branch_weight, weight, bias):
+        total, normed = torch.ops.qgemm.add_norm(*tensors[:5], norm.kind, norm.eps)
+        total = total if adds else x
+        return total, total if weight is None else normed
+    total, normed = dispatch.add_norm(x, residual, branch_weight, weight, bias, norm)
+    outputs = total if adds else None, None if weight is None else normed, None, None
+    made = tuple(each for each in outputs if each is not None)
+    if made:
+        remember_launch(what, tensors, made, lambda: _find_launch(tensors, norm, outputs))
+    return total, normed
 
 
 def post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
@@ -124,15 +134,17 @@ def _by_shortest_way(what: tuple[Any, ...], tensors: _Tensors, arguments: tuple[
         out = getattr(dispatch, name)(*arguments, norm, *scale)
         made = out if isinstance(out, tuple) else (out,)
 
-        def launched() -> Any:
-            from qgemm.kernels.norm import launcher
-
-            x, residual, branch_weight, weight, bias, input_scale = tensors
-            outputs: Any = tuple(None if place is None else made[place] for place in _OUTPUTS[name])
-            return launcher.find_launch(x, residual, (branch_weight, weight, bias), norm, outputs, input_scale)
-
-        remember_launch(what, tensors, made, launched)
+        outputs = tuple(None if place is None else made[place] for place in _OUTPUTS[name])
+        remember_launch(what, tensors, made, lambda: _find_launch(tensors, norm, outputs))
     return made if dtype else made[0]
+
+
+def _find_launch(tensors: _Tensors, norm: Norm, outputs: Any) -> Any:
+    """The kernel's launch for such a call, and its tensors. ``outputs``: total, normed, rows and their scales."""
+    from qgemm.kernels.norm import launcher
+
+    x, residual, branch_weight, weight, bias, input_scale = tensors
+    return launcher.find_launch(x, residual, (branch_weight, weight, bias), norm, outputs, input_scale)
 
 
 def _norm_quantize(

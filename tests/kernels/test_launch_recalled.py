@@ -13,7 +13,7 @@ from qgemm.kernels.launch.recalled import RecalledLaunch
 from qgemm.kernels.norms import Norm
 from qgemm.ops import norms
 from qgemm.ops.linear import multiply
-from qgemm.ops.rows import activation_quantize
+from qgemm.ops.rows import activate, activation_quantize
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -79,6 +79,10 @@ def calls(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Tenso
         "add_norm_quantize fp8": lambda x, r: norms.add_norm_quantize(
             x, r, None, weight, None, norm, None, torch.float8_e4m3fn
         ),
+        "add_norm": lambda x, r: norms.add_norm(x, r, None, weight, None, norm),
+        "add_norm branch": lambda x, r: norms.add_norm(x, r, weight, None, None, norm)[0],
+        "add_norm alone": lambda x, r: norms.add_norm(x, None, None, weight, bias, layer)[1],
+        "activate": lambda x, r: activate(x, "gelu_tanh", True),
         "post_norm": lambda x, r: norms.post_norm(x, r, weight, bias, layer),
         "post_norm_quantize": lambda x, r: norms.post_norm_quantize(x, r, weight, bias, layer),
         "activation_quantize": lambda x, r: activation_quantize(x, "silu", True),

@@ -70,21 +70,27 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     K = columns // 2 if gated else columns
     out = x.new_empty((*x.shape[:-1], K))
     if out.numel():
-        rows = x.reshape(-1, columns)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        kind = (activate, rows.shape, rows.stride(), rows.dtype, rows.device, activation, gated)
-        launch: Launch | None = plans.get(kind)
-        if launch is None:
-            limits, made = device_limits(rows.device), GatedActivation(activation, gated)
-            work = rows.shape[0] * cdiv(K, BLOCK)
-            grid, next_early = quantize.programs(work, limits)
-            constants = (device_activation(activation, rows.itemsize), made, BLOCK, limits.pdl, next_early)
-            numbers = (work, K, rows.stride(0))
-            launch = Launch(_activation_kernel, grid, numbers, constants, num_warps=4, pdl=limits.pdl)
-            plans.keep(kind, launch)
-        launch(rows, out)
+        launch, tensors = find_plain_launch(x, activation, gated, out)
+        launch(*tensors)
     return out
+
+
+def find_plain_launch(x: Tensor, activation: str, gated: bool, out: Tensor) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    """The launch for such a call of ``activate``, and the tensors to call it with."""
+    rows, K = x.reshape(-1, x.shape[-1]), out.shape[-1]
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    kind = (activate, rows.shape, rows.stride(), rows.dtype, rows.device, activation, gated)
+    launch: Launch | None = plans.get(kind)
+    if launch is None:
+        limits, made = device_limits(rows.device), GatedActivation(activation, gated)
+        work = rows.shape[0] * cdiv(K, BLOCK)
+        grid, next_early = quantize.programs(work, limits)
+        constants = (device_activation(activation, rows.itemsize), made, BLOCK, limits.pdl, next_early)
+        numbers = (work, K, rows.stride(0))
+        launch = Launch(_activation_kernel, grid, numbers, constants, num_warps=4, pdl=limits.pdl)
+        plans.keep(kind, launch)
+    return launch, (rows, out)
 
 
 def activation_backward(
