@@ -271,11 +271,11 @@ class FusedLayer:
         dtype, reads = x.dtype, self._reads(operands)
         into: Any = x
         for step, own, following in zip(self.steps, operands, (*reads[1:], ()), strict=True):
-            residual = x
-            # A product that also adds the residual would take longer: all SMs read their parts of it while they store.
-            adds = getattr(step.branch, "adds", False)
-            out = step.branch(into, own, residual if adds else None, dtype, context)
-            x, into = normalize_and_read(out, None if adds else residual, step.out_norm, following)
+            # On a GPU the norm adds the residual: a product would take longer for it, since all SMs read their parts of
+            # it while they store. On a CPU the product adds it to rows that are in the cache.
+            adds = not x.is_cuda or getattr(step.branch, "adds", False)
+            out = step.branch(into, own, x if adds else None, dtype, context)
+            x, into = normalize_and_read(out, None if adds else x, step.out_norm, following)
         return x
 
     def _reads(self, operands: AllOperands) -> AllOperands:

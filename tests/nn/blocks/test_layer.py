@@ -10,10 +10,13 @@ import torch
 from families import FAMILIES
 
 from qgemm import fuse, quantize_model
+from qgemm.kernels.norms import Norm
 from qgemm.kernels.rows import QuantizedRows
+from qgemm.nn import QuantLinear
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.layer import MAX_SMALL_ROWS, FusedLayer
-from qgemm.nn.blocks.operands import SummedOperands
+from qgemm.nn.blocks.operands import QuantizedOperands, SummedOperands
+from qgemm.nn.blocks.steps import NormStep, normalize_and_read
 
 
 @pytest.mark.parametrize(
@@ -42,17 +45,17 @@ def test_which_products_add_the_residual(rows: int, is_summed: bool, expected: l
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_a_norm_behind_a_branch_adds_its_residual_and_quantizes_for_the_next(rows: int) -> None:
-    model: Any = fuse(quantize_model(FAMILIES["bert"]().model))
+def test_on_a_gpu_a_norm_adds_the_residual_and_quantizes_for_the_next_branch(rows: int, device: torch.device) -> None:
+    model: Any = fuse(quantize_model(FAMILIES["bert"]().model.to(device)))
     layer = next(module for module in model.modules() if isinstance(fused_of(module), FusedLayer))
     fused: Any = fused_of(layer)
     hidden = model.config.hidden_size
-    x = torch.randn(1, rows, hidden)
+    x = torch.randn(1, rows, hidden, device=device)
     seen: list[Any] = []
 
     def recording(step: Any) -> Any:
         def branch(x: Any, operands: Any, residual: torch.Tensor | None, *others: Any) -> torch.Tensor:
-            seen.append((type(x), residual))
+            seen.append((type(x), residual is not None))
             out: torch.Tensor = step.branch(x, operands, residual, *others)
             return out
 
@@ -61,5 +64,30 @@ def test_a_norm_behind_a_branch_adds_its_residual_and_quantizes_for_the_next(row
     with torch.no_grad():
         found = replace(fused, steps=tuple(map(recording, fused.steps)))(x, fused.operands(), dict(fused.defaults))
         wanted = layer(x)
-    assert seen == [(torch.Tensor, None), (QuantizedRows, None)]
+    on_gpu = [(torch.Tensor, False), (QuantizedRows, False)]
+    assert seen == (on_gpu if device.type == "cuda" else [(torch.Tensor, True)] * 2)
     assert torch.equal(found, wanted[0] if isinstance(wanted, tuple) else wanted)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("reads_rows", [False, True])
+def test_what_a_norm_of_a_sum_gives_the_next_branch(kind: str, reads_rows: bool, device: torch.device) -> None:
+    module = torch.nn.LayerNorm(32) if kind == "layer" else torch.nn.RMSNorm(32, eps=1e-5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    step = NormStep(module.to(device), Norm(kind, 1e-5))
+    layer = QuantLinear.from_linear(torch.nn.Linear(32, 8)).to(device)
+    operands = (QuantizedOperands(*(getattr(layer, name) for name in layer.operands)),) if reads_rows else ()
+    x, residual = torch.randn(3, 32, device=device), torch.randn(3, 32, device=device)
+    with torch.no_grad():
+        normed, into = normalize_and_read(x, residual, step, operands)
+        torch.testing.assert_close(normed, module(residual + x))
+        assert isinstance(into, QuantizedRows) == reads_rows
+        if isinstance(into, QuantizedRows):
+            assert all(map(torch.equal, into, torch.ops.qgemm.quantize_rows(normed, None)))
+        else:
+            assert into is normed
+        alone, into = normalize_and_read(x, None, step, operands)
+        assert into is alone
+        torch.testing.assert_close(alone, module(x))
