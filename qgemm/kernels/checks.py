@@ -366,11 +366,18 @@ def _check_norm(x: Tensor, norm: Norm, bias: Tensor | None, **weights: Tensor | 
     if bias is not None and (not norm.is_layer or weights["weight"] is None):
         raise ValueError(f"bias is for the norm 'layer', with a weight; norm is {norm.kind!r}: pass None")
     vectors = {**weights, "bias": bias}
+    weight = weights["weight"]
     for name, vector in vectors.items():
-        if vector is not None and (vector.dtype != x.dtype or vector.shape != x.shape[-1:]):
-            raise ValueError(
-                f"{name} is {vector.dtype} {list(vector.shape)}; it must be {x.dtype} [{x.shape[-1]}], as x has it"
-            )
+        if vector is None:
+            continue
+        shapes = [x.shape[-1:]]
+        if name != "branch_weight" and x.ndim > 1:
+            shapes.append(torch.Size((x.shape[0], x.shape[-1])))
+        if vector.dtype != x.dtype or vector.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{name} is {vector.dtype} {list(vector.shape)}; it must be {x.dtype} {wanted}, as x is")
+    if bias is not None and weight is not None and bias.shape != weight.shape:
+        raise ValueError(f"bias is {list(bias.shape)} and weight {list(weight.shape)}: they must be alike")
     check_same_device(x=x, **vectors)
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,31 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+def by_sample(place: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """For functions of ``x``, maybe a residual, and a norm: argument ``place`` is its weight, and its bias follows.
+
+    If these have a row for each sample, samples are computed one after another.
+    """
+
+    def of(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            weight: Any = args[place]
+            if weight is None or weight.ndim == 1 or not weight.numel():
+                return function(*args, **kwargs)
+            own = {0, 1, place, place + 1}
+            made: Any = [
+                function(*(arg[b] if at in own and isinstance(arg, Tensor) else arg for at, arg in enumerate(args)))  # type: ignore[call-arg, arg-type]
+                for b in range(weight.shape[0])
+            ]
+            is_one = isinstance(made[0], Tensor)
+            return torch.stack(made) if is_one else tuple(map(torch.stack, zip(*made, strict=True)))  # type: ignore[return-value]
+
+        return run
+
+    return of
+
+
 @without_grad
 def quantize_rows(
     x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
@@ -74,6 +99,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 @without_grad
+@by_sample(1)
 def norm_quantize(
     x: Tensor,
     weight: Tensor,
@@ -102,6 +128,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 @without_grad
+@by_sample(3)
 def add_norm_quantize(
     x: Tensor,
     residual: Tensor,
@@ -125,6 +152,7 @@ def add_norm_quantize(
 
 
 @without_grad
+@by_sample(3)
 def add_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -153,6 +181,7 @@ def add_norm(
 
 
 @without_grad
+@by_sample(2)
 def post_norm(
     x: Tensor,
     residual: Tensor,
@@ -169,6 +198,7 @@ def post_norm(
 
 
 @without_grad
+@by_sample(2)
 def post_norm_quantize(
     x: Tensor,
     residual: Tensor,

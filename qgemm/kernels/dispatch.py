@@ -70,9 +70,9 @@ def norm_quantize(
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows(norm(x, weight, bias), input_scale)`` to ``dtype`` in one kernel: a norm ahead of layers.
 
-    ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``weight``, ``bias``: ``[K]``, of the dtype of
-    ``x``. ``norm``: its kind and epsilon; the norm is rounded where the model's module rounds it. Returns ``q`` and
-    ``row_scale`` as from ``quantize_rows``.
+    ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``weight``, ``bias``: ``[K]``, or ``[B, K]`` with a
+    row for each sample of ``x [B, ..., K]``; of the dtype of ``x``. ``norm``: its kind and epsilon; the norm is rounded
+    where the model's module rounds it. Returns ``q`` and ``row_scale`` as from ``quantize_rows``.
     """
     checks.check_norm_quantize(x, weight, bias, norm, input_scale, dtype)
     out: tuple[Tensor, Tensor] = _backend(x).norm_quantize(x, weight, bias, norm, input_scale, dtype)

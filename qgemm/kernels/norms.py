@@ -24,8 +24,9 @@ class Norm:
     - ``"rms_plus_one"``: ``round(y * (1 + weight))``, as in Gemma 1 to 3.
     - ``"layer"``: ``nn.LayerNorm``: ``round((x - mean) / sqrt(var + eps) * weight + bias)``; Cohere's has no bias.
 
-    ``weight``, ``bias``: of the dtype of ``x``; a float32 weight in a bfloat16 model isn't supported. ``eps``: a
-    number, at least 0. Raises ``ValueError`` for other values.
+    ``weight``, ``bias``: of the dtype of ``x``; a float32 weight in a bfloat16 model isn't supported. They are ``[K]``,
+    or ``[B, K]`` with a row for each sample of ``x [B, ..., K]``, as diffusion models compute from the time step.
+    ``eps``: a number, at least 0. Raises ``ValueError`` for other values.
     """
 
     kind: str = "rms"
@@ -44,7 +45,14 @@ class Norm:
         return self.kind == "layer"
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The norm of the rows of ``x [..., K]``, in its dtype. ``weight``, ``bias``: ``[K]``."""
+        """The norm of the rows of ``x [..., K]``, in its dtype. ``weight``, ``bias``: ``[K]`` or ``[B, K]``."""
+        if weight.ndim == 2:
+            shape = (weight.shape[0], *(1,) * (x.ndim - 2), weight.shape[1])
+            weight, bias = weight.reshape(shape), None if bias is None else bias.reshape(shape)
+        if self.is_layer and weight.ndim > 1:
+            y = F.layer_norm(x.float(), x.shape[-1:], None, None, self.eps) if x.numel() else x.float()
+            y = y * weight.float()
+            return (y if bias is None else y + bias.float()).to(x.dtype)
         if self.is_layer:
             # It has the dtype of ``x`` already, except under autocast.
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps).to(x.dtype) if x.numel() else x.clone()

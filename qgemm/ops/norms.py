@@ -184,9 +184,8 @@ def _add_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     total, normed = dispatch.add_norm(x, residual, branch_weight, weight, bias, Norm(norm, eps))
-    if normed is total:
-        normed = x.new_empty(0)
-    return x.new_empty(0) if total is x else total, normed
+    adds = residual is not None or branch_weight is not None
+    return total if adds else x.new_empty(0), x.new_empty(0) if weight is None else normed
 
 
 def _post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float) -> Tensor:
@@ -298,7 +297,9 @@ def _sum_backward(ctx: Any, wanted: tuple[bool, ...], grad_total: Tensor, grad_n
 
 def _norm_backward(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``x``, ``weight`` and a bias, in float32; rounding counts as the identity."""
-    h, grad = x.float(), grad.float()
+    h, grad, shape = x.float(), grad.float(), weight.shape
+    if weight.ndim == 2:  # of a sample each
+        weight = weight.reshape(shape[0], *(1,) * (x.ndim - 2), shape[1])
     if norm.is_layer:
         h = h - h.mean(dim=-1, keepdim=True)
     rstd = torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + norm.eps)
@@ -307,7 +308,8 @@ def _norm_backward(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple
     inner = scaled - y * (scaled * y).mean(dim=-1, keepdim=True)
     if norm.is_layer:
         inner = inner - scaled.mean(dim=-1, keepdim=True)
-    return inner * rstd, (grad * y).sum_to_size(weight.shape), grad.sum_to_size(weight.shape)
+    sums = [each.sum_to_size(weight.shape).view(shape) for each in (grad * y, grad)]
+    return inner * rstd, sums[0], sums[1]
 
 
 operator(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from devices import A100, B200, H200, MI300X, MI355X
+from devices import A100, B200, H200, MI300X, MI355X, RTX_3090, RTX_4090, RTX_5090
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -37,7 +37,12 @@ DEVICES = {
     "sm_100": Device(GPUTarget("cuda", 100, 32), B200),
     "gfx942": Device(GPUTarget("hip", "gfx942", 64), MI300X),
     "gfx950": Device(GPUTarget("hip", "gfx950", 64), MI355X),
+    "sm_86": Device(GPUTarget("cuda", 86, 32), RTX_3090),
+    "sm_89": Device(GPUTarget("cuda", 89, 32), RTX_4090),
+    "sm_120": Device(GPUTarget("cuda", 120, 32), RTX_5090),
 }
+CONSUMER = ("sm_86", "sm_89", "sm_120")
+"""Those of ``DEVICES`` that are compiled for with ``--complete`` alone."""
 
 
 class Launched(NamedTuple):

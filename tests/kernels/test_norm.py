@@ -184,6 +184,37 @@ def test_strides_and_empty_tensors(limit: int, device: torch.device, monkeypatch
         assert norm_launch.add_norm(empty, None, vector, vector, None, Norm())[1].shape == shape
 
 
+@pytest.mark.parametrize("limit", [2**15, 100])  # held by a program; longer than that
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_sample_has_vectors_of_its_own(
+    kind: str, limit: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_launch, "MAX_ROW_BYTES", limit)
+    monkeypatch.setattr(norm_launch, "plans", PlanCache())
+    x, residual = (torch.randn(3, 2, 5, 70, device=device).bfloat16() for _ in range(2))
+    branch, weight, bias = (torch.randn(size, device=device).bfloat16() for size in ((70,), (3, 70), (3, 70)))
+    norm, given = Norm(kind, 1e-5), bias if kind == "layer" else None
+
+    def outputs(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return (
+            *norm_launch.norm_quantize(x, weight, bias, norm),
+            *norm_launch.add_norm_quantize(x, residual, branch, weight, bias, norm, None, FP8.storage),
+            *norm_launch.add_norm(x, residual, None, weight, bias, norm),
+            norm_launch.post_norm(x, residual, weight, bias, norm),
+            *norm_launch.post_norm_quantize(x, residual, weight, bias, norm),
+        )
+
+    found = outputs(x, residual, weight, given)
+    for sample in range(3):
+        own = outputs(x[sample], residual[sample], weight[sample], None if given is None else given[sample])
+        for of_all, wanted in zip(found, own, strict=True):
+            # PyTorch rounds a layer norm with vectors [K] elsewhere.
+            assert same(of_all[sample], wanted) or (limit == 100 and kind == "layer")
+    exact = exact_norm(x, weight[:, None, None], None if given is None else given[:, None, None], norm)
+    normed = norm_launch.add_norm(x, None, None, weight, given, norm)[1]
+    torch.testing.assert_close(normed.double(), exact, rtol=2 * torch.finfo(x.dtype).eps, atol=1e-2)
+
+
 def test_what_is_not_asked_for_is_not_made(device: torch.device) -> None:
     x, weight = torch.randn(5, 40, device=device), torch.randn(40, device=device)
     assert norm_launch.add_norm(x, None, None, weight, None, Norm())[0] is x

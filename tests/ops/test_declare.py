@@ -62,11 +62,13 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "norm_quantize fp8": (x, gamma, None, *norm, one, E4M3),
         "add_norm_quantize fp8": (x, x.flip(0), None, gamma, None, *norm, None, E4M3),
         "norm_quantize static": (x.view(1, 5, 16), gamma, gamma, "layer", 1e-5, one),
+        "norm_quantize samples": (x.view(1, 5, 16), gamma[None], gamma[None], "layer", 1e-5, None),
         "add_norm_quantize": (x, x.flip(0), None, gamma, None, *norm, None),
         "add_norm_quantize branch": (x, x.flip(0), gamma, None, None, *norm, None),
         "add_norm": (x, x.flip(0), gamma, gamma, None, *norm),
         "add_norm sum": (x, x.flip(0), None, None, None, *norm),
         "add_norm norm": (x, None, None, gamma, gamma, "layer", 1e-5),
+        "add_norm samples": (x.view(1, 5, 16), None, None, gamma[None], gamma[None], "layer", 1e-5),
         "post_norm": (x, x.flip(0), gamma, gamma, "layer", 1e-5),
         "post_norm_quantize": (x, x.flip(0), gamma, None, *norm, None),
         "post_norm_quantize fp8": (x, x.flip(0), gamma, gamma, "layer", 1e-5, one, E4M3),
@@ -131,7 +133,8 @@ def call(variant: str, arguments: tuple[Any, ...]) -> Any:
 def add_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """An operator doesn't return its input, or a tensor twice: those are empty."""
     total, normed = dispatch.add_norm(x, *others[:4], Norm(*others[4:]))
-    return x.new_empty(0) if total is x else total, x.new_empty(0) if normed is total else normed
+    adds, norms = others[:2] != (None, None), others[2] is not None
+    return total if adds else x.new_empty(0), normed if norms else x.new_empty(0)
 
 
 def function_of(variant: str) -> Any:

@@ -18,12 +18,15 @@ ops = torch.ops.qgemm
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("branch", [True, False])
-def test_gradients_are_those_of_the_formula(kind: str, adds: bool, branch: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("size", [(40,), (2, 40)], ids=["one", "of samples"])
+def test_gradients_are_those_of_the_formula(
+    size: tuple[int, ...], kind: str, adds: bool, branch: bool, device: torch.device
+) -> None:
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, requires_grad=True)
 
     x, residual = leaf(2, 3, 40), leaf(2, 3, 40) if adds else None
-    vectors = (leaf(40) if branch else None, leaf(40), leaf(40) if kind == "layer" else None)
+    vectors = (leaf(40) if branch else None, leaf(*size), leaf(*size) if kind == "layer" else None)
     leaves = [each for each in (x, residual, *vectors) if each is not None]
     norm = Norm(kind, 1e-3)
     total, normed = norms.add_norm(x, residual, *vectors, norm)

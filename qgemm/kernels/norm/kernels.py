@@ -12,17 +12,19 @@ from qgemm.kernels.stages.norms import add_blocks, normalize_blocks, store_block
 from qgemm.kernels.stages.rows import StridedRow, load_blocks, quantize_blocks, row_quantization
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "vector_rows"])
 def _norm_kernel(
     x, residual, branch_weight, weight, bias, total, normed, q, row_scale, scale,
-    M, K, stride_xm, stride_xk, stride_rm, stride_rk,
-    NORM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    M, K, vector_rows, stride_xm, stride_xk, stride_rm, stride_rk,
+    NORM: tl.constexpr, BY_SAMPLE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Each program has a row, in ``BLOCKS`` blocks.
 
     All tensors except ``x`` may be None. ``total``, ``normed`` and ``q`` are contiguous ``[M, K]``. ``scale``: as in
     ``RowQuantization``. ``NORM``: a ``Norm``. ``PDL``: see ``Launch``. ``E4M3``: see ``row_quantization``.
+    ``BY_SAMPLE``: whether ``weight`` and ``bias`` are ``[M / vector_rows, K]``, written by a kernel before, instead of
+    ``[K]``.
     ``NEXT_EARLY``: lets the next kernel start at once, before the preceding one has ended, instead of when this one
     ends.
     """
@@ -31,10 +33,10 @@ def _norm_kernel(
     offsets = tl.arange(0, BLOCK)
     if branch_weight is not None:
         branch_weights = load_blocks(StridedRow(branch_weight, K, 1), offsets, BLOCKS)
-    if weight is not None:
+    if weight is not None and not BY_SAMPLE:
         weights = load_blocks(StridedRow(weight, K, 1), offsets, BLOCKS)
     biases = None
-    if bias is not None:
+    if bias is not None and not BY_SAMPLE:
         biases = load_blocks(StridedRow(bias, K, 1), offsets, BLOCKS)
     if PDL:
         gdc_wait()
@@ -49,7 +51,14 @@ def _norm_kernel(
             blocks = add_blocks(blocks, residuals, BLOCKS)
         if total is not None:
             store_blocks(total + row * K, blocks, K, offsets, BLOCKS)
-        if weight is not None:
+        if BY_SAMPLE:
+            own = row // vector_rows * K
+            own_weights = load_blocks(StridedRow(weight + own, K, 1), offsets, BLOCKS)
+            own_biases = None
+            if bias is not None:
+                own_biases = load_blocks(StridedRow(bias + own, K, 1), offsets, BLOCKS)
+            blocks = normalize_blocks(blocks, own_weights, own_biases, K, offsets, NORM, BLOCKS)
+        elif weight is not None:
             blocks = normalize_blocks(blocks, weights, biases, K, offsets, NORM, BLOCKS)
         if normed is not None:
             store_blocks(normed + row * K, blocks, K, offsets, BLOCKS)

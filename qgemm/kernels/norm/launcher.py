@@ -158,26 +158,30 @@ def find_launch(
     rows = x.reshape(-1, K)
     residuals = None if residual is None else residual.reshape(-1, K)
     vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
-    total, normed, q, row_scale = outputs
+    (_, weight, _), (total, normed, q, row_scale) = vectors, outputs
     dtype = INT8.storage if q is None else q.dtype
     kind = (
         _run, rows.shape, rows.stride(), rows.dtype, rows.device, None if residuals is None else residuals.stride(),
-        *[each is None for each in (*vectors, *outputs, scale)], norm, dtype,
+        *[each is None for each in (*vectors, *outputs, scale)], None if weight is None else weight.shape, norm, dtype,
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        launch = plans.keep(kind, _make_launch(rows, residuals, norm, dtype))
+        launch = plans.keep(kind, _make_launch(rows, residuals, weight, norm, dtype))
     # The kernel gets fp8 as bytes.
     q = None if q is None else q.view(torch.int8)
     return launch, (rows, residuals, *vectors, total, normed, q, row_scale, scale)
 
 
-def _make_launch(rows: Tensor, residuals: Tensor | None, norm: Norm, dtype: torch.dtype) -> Launch:
+def _make_launch(
+    rows: Tensor, residuals: Tensor | None, weight: Tensor | None, norm: Norm, dtype: torch.dtype
+) -> Launch:
     (M, K), limits = rows.shape, device_limits(rows.device)
+    by_sample = weight is not None and weight.ndim == 2
+    vector_rows = M // weight.shape[0] if weight is not None and by_sample else M
     block, blocks, threads = row_blocks(K, rows.itemsize)
     grid, next_early = quantize.programs(M, limits)
-    numbers = (M, K, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
-    constants = (norm, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
+    numbers = (M, K, vector_rows, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
+    constants = (norm, by_sample, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
     warps = max(1, threads // limits.warp_size)
     return Launch(_norm_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
 
