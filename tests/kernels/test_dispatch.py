@@ -70,7 +70,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: norm_quantize(weight=ones(4, dtype=F32)),
         ValueError,
-        "weight is torch.float32 [4]; it must be torch.bfloat16 [4], as x has it",
+        "weight is torch.float32 [4]; it must be torch.bfloat16 [4] or [3, 4], as x is",
     ),
     (lambda: norm_quantize(weight=ones(5, dtype=BF16)), ValueError, "weight is torch.bfloat16 [5]; it must be"),
     (
@@ -100,7 +100,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: dispatch.add_norm(ones(3, 4, dtype=F32), ones(3, 4, dtype=F32), None, ones(5, dtype=F32), None, Norm()),
         ValueError,
-        "weight is torch.float32 [5]; it must be torch.float32 [4], as x has it",
+        "weight is torch.float32 [5]; it must be torch.float32 [4] or [3, 4], as x is",
     ),
     (
         lambda: dispatch.post_norm(ones(3, 4, dtype=F32), ones(4, dtype=F32), ones(4, dtype=F32), None, Norm()),
