@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qgemm.arguments import check_model
 from qgemm.fusion.branches import NotFused
+from qgemm.fusion.diffusion import fuse_block, is_block
 from qgemm.fusion.probe import find_angles
 from qgemm.fusion.report import FusionRecord, FusionReport
 from qgemm.fusion.siblings import SiblingWatch
@@ -19,6 +20,7 @@ from qgemm.fusion.verify import MAX_ERROR, Call, called_again, error_of, in_eval
 from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.angles import FusedAngles
 from qgemm.nn.blocks.binding import bind, fused_of, unbind
+from qgemm.nn.blocks.fused_module import FusedModule
 from qgemm.nn.blocks.layer import FusedLayer
 from qgemm.nn.blocks.norm import FusedNorm
 from qgemm.nn.blocks.siblings import FusedSibling, Siblings
@@ -47,12 +49,14 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     # A part of a layer, such as MPNet's attention with its norm, isn't a layer itself.
     layers = {name: module for name, module in layers.items() if name.rpartition(".")[0] not in layers}
     mlps = {name: module for name, module in modules.items() if is_mlp(module) and name not in layers}
+    blocks = {name: module for name, module in modules.items() if is_block(module)}
     for module in modules.values():
         unbind(module)
     watch = SiblingWatch(modules)
     with in_eval(model):
         calls, problem = _calls(model, {**layers, **mlps}, inputs, watch)
         records = _fuse_layers(layers, mlps, calls, problem)
+        records |= {name: fuse_block(name, block) for name, block in blocks.items()}
     ordered = tuple(records[name] for name in modules if name in records)
     others = (*_fuse_others(modules), *_fuse_siblings(modules, watch))
     model._qgemm_fusions = FusionReport(ordered, others)  # type: ignore[assignment]
@@ -138,7 +142,7 @@ def _why_it_waits(layer: nn.Module, fused: FusedLayer) -> str:
 
 def _fuse_others(modules: Mapping[str, nn.Module]) -> Iterator[FusionRecord]:
     """Fuses the norms and rotary embeddings that are called: those outside of fused layers, and some inside."""
-    layers = [fused for fused in map(fused_of, modules.values()) if isinstance(fused, FusedLayer)]
+    layers = [fused for fused in map(fused_of, modules.values()) if isinstance(fused, FusedModule)]
     passed_over = {module for fused in layers for _, _, module in fused.passed_over}
     for name, module in modules.items():
         if module in passed_over or "forward" in vars(module):

@@ -23,6 +23,7 @@ from qgemm.fusion.probe import find_norm, find_scale, passes_on
 from qgemm.fusion.verify import Call
 from qgemm.nn.blocks.attention import CACHES
 from qgemm.nn.blocks.cross_attention import KEY_VALUE_STATES, STATES
+from qgemm.nn.blocks.fused_module import Places
 from qgemm.nn.blocks.layer import Branch, CalledBranch, FusedLayer, Step
 from qgemm.nn.blocks.layer_input import LAYER_INPUT
 from qgemm.nn.blocks.mlp import FusedMlp
@@ -32,9 +33,6 @@ from qgemm.nn.blocks.steps import NormStep
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
 _SHARED = "shared_mlp"  # in a layer, beside its mixture or alone
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", _SHARED)
-
-
-_Places = tuple[tuple[nn.Module, str, nn.Module], ...]
 
 
 _CROSS = ("encoder_attn", "cross_attention")  # each with a norm of that name
@@ -448,12 +446,17 @@ def find_norm_step(module: nn.Module) -> NormStep | None:
     return None if norm is None or norm.is_layer else NormStep(module, norm)
 
 
-def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]) -> tuple[_Places, _Places]:
-    """The modules in ``layer`` that are bypassed, and those that are called, each with its holder and name."""
+def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]) -> tuple[Places, Places]:
+    """``places`` of a layer with these branches and norms."""
     called = {step.module for step in norms if step.norm is None}
     for branch in found:
         own = (branch.module, branch.behind) if isinstance(branch, CalledBranch) else getattr(branch, "called", ())
         called |= {*own} - {None}
+    return places(layer, called)
+
+
+def places(layer: nn.Module, called: Collection[nn.Module]) -> tuple[Places, Places]:
+    """The modules in ``layer`` that are bypassed, and those that are ``called``, each with its holder and name."""
 
     def below(holder: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, child in holder._modules.items():
@@ -462,10 +465,8 @@ def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]
                 if child not in called:
                     yield from below(child)
 
-    places = tuple(below(layer))
-    return tuple(each for each in places if each[-1] not in called), tuple(
-        each for each in places if each[-1] in called
-    )
+    found = tuple(below(layer))
+    return tuple(each for each in found if each[-1] not in called), tuple(each for each in found if each[-1] in called)
 
 
 def _is_norm(module: nn.Module | None) -> bool:

@@ -158,7 +158,7 @@ def error_of(fused: FusedLayer, call: Call) -> float:
         return float("inf")
     if fused.returns_bias and not torch.equal(context[POSITION_BIAS], call.output[1]):
         return float("inf")
-    return _error(out, expected, None if fused.form == "alone" else call.x)
+    return relative_error(out, expected, None if fused.form == "alone" else call.x)
 
 
 @torch.no_grad()
@@ -188,7 +188,7 @@ def error_of_attention(
         with _other_table(fused, generator):
             expected = CalledBranch(fused.module, True, names, behind=behind)(x, (), None, x.dtype, context)
             out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
-        return _error(out, expected)
+        return relative_error(out, expected)
     except Exception:  # a wrong candidate may raise anything
         return float("inf")
 
@@ -242,10 +242,10 @@ def computes_mixture(fused: FusedMixture, call: Call) -> bool:
         out = fused(x, (), None, x.dtype, {})
     except Exception:  # a wrong candidate may raise anything
         return False
-    return _error(out, expected) <= MAX_ERROR
+    return relative_error(out, expected) <= MAX_ERROR
 
 
-def _error(out: Tensor, expected: Tensor, x: Tensor | None = None) -> float:
+def relative_error(out: Tensor, expected: Tensor, x: Tensor | None = None) -> float:
     """The difference of ``out`` and ``expected``, relative to what that adds to ``x``; infinite if it isn't a number.
 
     A small difference counts as at least ``_SCALE_WEIGHT`` times the median token's difference in scale.

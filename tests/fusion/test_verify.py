@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qgemm import QuantLinear, fuse, fusion_report
 from qgemm.fusion.siblings import SiblingWatch
-from qgemm.fusion.verify import MAX_ERROR, _error, random_values, record_calls
+from qgemm.fusion.verify import MAX_ERROR, relative_error, random_values, record_calls
 from tests.fusion.test_fuse import BOTH, MIXTURE, fused_parts, quantized
 
 
@@ -60,12 +60,12 @@ def test_a_scale_counts_for_more_than_roundings() -> None:
     x, added, noise = (torch.randn(3, 5, 64, generator=generator) for _ in range(3))
     added[0, 0] = 0  # which has no scale
     for wrong, error in ((0.015 * noise, 0.015), (0.0015 * added, 0.015), (-0.003 * added, 0.03), (0 * added, 0.0)):
-        assert _error(x + added + wrong, x + added, x) == pytest.approx(error, rel=0.15, abs=1e-6)
-        assert _error(added + wrong, added) == pytest.approx(error, rel=0.15, abs=1e-6)
+        assert relative_error(x + added + wrong, x + added, x) == pytest.approx(error, rel=0.15, abs=1e-6)
+        assert relative_error(added + wrong, added) == pytest.approx(error, rel=0.15, abs=1e-6)
     off = added.clone()
     off[2, :3] *= 1.01  # three tokens of fifteen
-    assert _error(off, added) < MAX_ERROR
-    assert _error(off * float("nan"), added) == float("inf")
+    assert relative_error(off, added) < MAX_ERROR
+    assert relative_error(off * float("nan"), added) == float("inf")
 
 
 class Scaled(nn.Module):

@@ -13,18 +13,17 @@ would bypass; layers that others have put in place of the original ones.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.nn.modules.module as _of_all_modules
 from torch import Tensor, nn
 
 from qgemm.nn.blocks.attention import FusedAttention
-from qgemm.nn.blocks.binding import fused_of, has_own_forward
+from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.cross_attention import KEY_VALUE_STATES, STATES, FusedCrossAttention
+from qgemm.nn.blocks.fused_module import FusedModule
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer_input import FusedLayerInput
 from qgemm.nn.blocks.merged import MergedWeights
@@ -33,7 +32,6 @@ from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Operands, SummedOperands, read_rows
 from qgemm.nn.blocks.position_bias import POSITION_BIAS
 from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize_and_read, quantize, read
-from qgemm.ops.direct import in_forward_mode
 
 Form = Literal["in a row", "side by side", "norms last", "alone"]
 
@@ -104,7 +102,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class FusedLayer:
+class FusedLayer(FusedModule):
     """How a layer computes.
 
     - ``form``: how ``steps`` and their norms follow one another; see the module. ``"alone"``: an MLP by itself, such as
@@ -115,8 +113,6 @@ class FusedLayer:
     - ``limited``: whether the output is limited in float16, to ``MAX_FLOAT16``.
     - ``crosses``: whether a branch is attention to an encoder.
     - ``defaults``: the arguments of ``forward`` after the first, by name and in order.
-    - ``passed_over``: modules that are not called, with the holder and name of each, so that a replacement is noticed;
-      ``called``: those that are called, likewise.
     - ``returned``: how many values ``forward`` returns in a tuple: the output, and attention's weights, which are None;
       0 if it returns only the output. ``returns_bias``: whether the position bias comes between them.
     """
@@ -129,23 +125,17 @@ class FusedLayer:
     limited: bool = False
     crosses: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    passed_over: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
-    called: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
     returned: int = 0
     returns_bias: bool = False
 
     def prepare(self, layer: nn.Module, x: Any, context: Mapping[str, Any]) -> AllOperands | None:
         """The operands of all branches for this call of ``layer``; None if it can't be computed here."""
-        known = self._knows_call(layer, x, context) and self._knows_attention(context) and self._has_its_modules()
+        known = self._knows_call(layer, x, context) and self._knows_attention(context) and self.has_its_modules()
         return self.operands() if known else None
 
     def _knows_call(self, layer: nn.Module, x: Any, context: Mapping[str, Any]) -> bool:
-        """Whether the call wants the output alone, without gradients, and no global hook sees every module's call."""
-        if type(x) is not Tensor or layer.training or (torch.is_grad_enabled() and _has_gradients(layer, x, context)):
-            return False
-        if _of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks or in_forward_mode():
-            return False
-        if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") or context.get("output_attentions"):
+        """Whether the call wants the output alone, and can be computed by other modules than the layer's."""
+        if not self.is_plain_call(layer, x, context) or context.get("output_attentions"):
             return False
         if self.returned == 1 and context.get("use_cache"):  # then the cache may be returned, too
             return False
@@ -166,26 +156,6 @@ class FusedLayer:
             return cache is None or not self.crosses or hasattr(cache, "cross_attention_cache")
         return True
 
-    def _has_its_modules(self) -> bool:
-        """Whether the layer still has the modules that it was fused with, and nobody watches one that isn't called."""
-        for holder, name, module in self.passed_over:
-            if holder._modules.get(name) is not module or module.training:
-                return False
-            if (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__) and (
-                _is_watched(module)
-            ):
-                if "_hf_hook" in module.__dict__:  # accelerate may have moved weights to free this memory
-                    for merged in self.products:
-                        merged.let_go()
-                return False
-        if torch.compiler.is_compiling() and torch.compiler.is_exporting():
-            return False  # an exported program contains the model's own parameters, each once
-        return all(holder._modules.get(name) is module for holder, name, module in self.called)
-
-    def watched(self) -> tuple[nn.Module, ...]:
-        """The bypassed modules whose calls others watch; because of them the layer computes as its class does."""
-        return tuple(module for _, _, module in self.passed_over if _is_watched(module))
-
     @property
     def products(self) -> tuple[MergedWeights, ...]:
         """The weights of all branches' products."""
@@ -195,11 +165,6 @@ class FusedLayer:
     def forward(self) -> Callable[..., Any]:
         """The ``forward`` of a fused layer."""
         return forward
-
-    def separate(self) -> None:
-        """Gives all layers memory of their own again."""
-        for product in self.products:
-            product.separate()
 
     def operands(self) -> AllOperands | None:
         """The operands of each branch's products; None if a product has none now."""
@@ -302,31 +267,3 @@ def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     out = fused(hidden_states, operands, context)
     values = (out, context.get(POSITION_BIAS), None) if fused.returns_bias else (out, None)
     return values[: fused.returned] if fused.returned else out
-
-
-def _has_gradients(layer: nn.Module, x: Tensor, context: Mapping[str, Any]) -> bool:
-    """Whether a backward pass may go through ``layer``: quantized rows have no gradient."""
-    if x.requires_grad or any(parameter.requires_grad for parameter in layer.parameters()):
-        return True
-    # Keys in a cache may be trained.
-    layers = [each for value in context.values() for each in getattr(value, "layers", ())]
-    tensors = [*context.values(), *(value for each in layers for value in vars(each).values())]
-    return any(isinstance(value, Tensor) and value.requires_grad for value in tensors)
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether others would see a call of ``module``, or have replaced its ``forward``."""
-    if module._forward_pre_hooks or has_own_forward(module):
-        return True
-    return any(map(_is_active, module._forward_hooks.values()))
-
-
-def _is_active(hook: Any) -> bool:
-    """Whether a hook does anything: transformers' own only record what was asked for, such as router logits."""
-    if getattr(hook, "__name__", "") != "output_capturing_hook" or torch.compiler.is_compiling():
-        return True
-    collector = hook.__globals__.get("_active_collector")
-    if collector is not None and not (collected := collector.get()):
-        return False
-    own = inspect.getclosurevars(hook).nonlocals
-    return collector is None or "key" not in own or own["key"] in collected
