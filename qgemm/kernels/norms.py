@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NORMS = ("rms", "rms_once", "rms_plus_one", "layer")
-"""The kinds of norms; see ``Norm``."""
+"""The kinds of norms that modules compute; see ``Norm``."""
+MODULATED = "layer_by_steps"
+"""The kind of diffusion models' norms, whose weight and bias come from the time step."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Norm:
     - ``"rms_once"``: ``round(y * weight)``, as in OLMo 2, GPT-OSS, Gemma 4.
     - ``"rms_plus_one"``: ``round(y * (1 + weight))``, as in Gemma 1 to 3.
     - ``"layer"``: ``nn.LayerNorm``: ``round((x - mean) / sqrt(var + eps) * weight + bias)``; Cohere's has no bias.
+    - ``"layer_by_steps"``: the same, as ``round(round(round(...) * weight) + bias)``: diffusion models compute ``norm(x)
+      * (1 + scale) + shift`` as three operators. Operators for queries and keys don't have it.
 
     ``weight``, ``bias``: of the dtype of ``x``; a float32 weight in a bfloat16 model isn't supported. They are ``[K]``,
     or ``[B, K]`` with a row for each sample of ``x [B, ..., K]``, as diffusion models compute from the time step.
@@ -34,21 +38,24 @@ class Norm:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        if self.kind not in NORMS:
-            raise ValueError(f"norm is {self.kind!r}; it must be one of {sorted(NORMS)}")
+        if self.kind not in (*NORMS, MODULATED):
+            raise ValueError(f"norm is {self.kind!r}; it must be one of {sorted((*NORMS, MODULATED))}")
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"eps is {self.eps}; it must be a finite number from 0 on")
 
     @property
     def is_layer(self) -> bool:
         """Whether it subtracts the mean, and may have a bias."""
-        return self.kind == "layer"
+        return self.kind in ("layer", MODULATED)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The norm of the rows of ``x [..., K]``, in its dtype. ``weight``, ``bias``: ``[K]`` or ``[B, K]``."""
         if weight.ndim == 2:
             shape = (weight.shape[0], *(1,) * (x.ndim - 2), weight.shape[1])
             weight, bias = weight.reshape(shape), None if bias is None else bias.reshape(shape)
+        if self.kind == MODULATED:
+            y = F.layer_norm(x, x.shape[-1:], None, None, self.eps).to(x.dtype) if x.numel() else x.clone()
+            return y * weight if bias is None else y * weight + bias
         if self.is_layer and weight.ndim > 1:
             y = F.layer_norm(x.float(), x.shape[-1:], None, None, self.eps) if x.numel() else x.float()
             y = y * weight.float()

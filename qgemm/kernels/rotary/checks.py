@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided, conversion, names_of
-from qgemm.kernels.norms import Norm
+from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.rotary.call import VALUES, KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.numerics.formats import INT8
@@ -44,6 +44,8 @@ def check_rotate(call: RotaryCall) -> None:
         )
     B, S, D = qkv.shape[0], qkv.shape[1], qkv.shape[2] // heads
     Norm(norm, eps)
+    if norm not in NORMS:
+        raise ValueError(f"norm is {norm!r}; of queries and keys it must be one of {sorted(NORMS)}")
     if (cos is None) != (sin is None):
         raise ValueError("cos and sin go together: give both or none")
     for name, tensor in (("cos", cos), ("sin", sin)):

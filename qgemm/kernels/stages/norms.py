@@ -50,6 +50,11 @@ def _weigh(y, weight, bias, NORM: tl.constexpr, dtype: tl.constexpr):
     """Normalized float32 values ``y`` with their weight and bias, rounded to ``dtype`` where the kind of norm does."""
     if NORM.kind == "rms":
         return product(rounded(y, dtype), weight)
+    if NORM.kind == "layer_by_steps":
+        y = product(rounded(y, dtype), weight)
+        if bias is not None:
+            y = rounded(y.to(tl.float32) + bias.to(tl.float32), dtype)
+        return y
     factor = weight.to(tl.float32)
     if NORM.kind == "rms_plus_one":
         factor = 1.0 + factor

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qgemm.kernels.norms import Norm
+from qgemm.kernels.norms import MODULATED, Norm
 from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.nn.blocks.attention import HeadNorms
@@ -177,9 +177,9 @@ def _add_branches(
     """``x`` with what both branches of ``stream`` add."""
     _, _, gate, shift, scale, mlp_gate = vectors
     _, out_of, *of_mlp = operands
-    x = torch.addcmul(x, gate[:, None], out_of.product(attended, x.dtype))
+    x = x + gate[:, None] * out_of.product(attended, x.dtype)
     into = modulated(x, scale, shift, stream.eps[1], tuple(of_mlp))
-    return torch.addcmul(x, mlp_gate[:, None], stream.mlp(into, tuple(of_mlp), None, x.dtype, {}))
+    return x + mlp_gate[:, None] * stream.mlp(into, tuple(of_mlp), None, x.dtype, {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,13 +224,13 @@ class FusedSingleBlock(FusedModule):
         del q, k, v
         h: Any = of_mlp.product(into, x.dtype)
         h = torch.cat([attended, mlp.activation(h)], dim=2)
-        x = limited(torch.addcmul(x, gate[:, None], out_of.product(h, x.dtype)))
+        x = limited(x + gate[:, None] * out_of.product(h, x.dtype))
         return x[:, :text], x[:, text:]
 
 
 def modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float, operands: tuple[Operands, ...]) -> Input:
     """``norm(x) * (1 + scale) + shift`` as input for ``operands``; ``scale``, ``shift``: ``[B, K]``."""
-    vectors, norm = (1 + scale, shift.contiguous()), Norm("layer", eps)
+    vectors, norm = (1 + scale, shift.contiguous()), Norm(MODULATED, eps)
     if not read_rows(operands):
         return add_norm(x, None, None, *vectors, norm)[1]
     return QuantizedRows(*norm_quantize(x, *vectors, norm, operands[0].input_scale, operands[0].dtype))
