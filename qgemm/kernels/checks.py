@@ -69,6 +69,7 @@ def check_add_norm_quantize(
     norm: Norm,
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
+    gate: Tensor | None = None,
 ) -> None:
     """Raises if ``add_norm_quantize`` doesn't accept these."""
     _check_rows("add_norm_quantize", x)
@@ -76,6 +77,7 @@ def check_add_norm_quantize(
     check_residual(residual, x.shape, x.dtype)
     check_same_device(x=x, residual=residual)
     _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
+    _check_gate(gate, x, branch_weight)
     _check_static_scale("input_scale", input_scale, x)
 
 
@@ -86,12 +88,14 @@ def check_add_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     norm: Norm,
+    gate: Tensor | None = None,
 ) -> None:
     """Raises if ``add_norm`` doesn't accept these."""
     _check_rows("add_norm", x)
     check_residual(residual, x.shape, x.dtype)
     check_same_device(x=x, residual=residual)
     _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
+    _check_gate(gate, x, branch_weight)
 
 
 def check_post_norm(
@@ -379,6 +383,17 @@ def _check_norm(x: Tensor, norm: Norm, bias: Tensor | None, **weights: Tensor | 
     if bias is not None and weight is not None and bias.shape != weight.shape:
         raise ValueError(f"bias is {list(bias.shape)} and weight {list(weight.shape)}: they must be alike")
     check_same_device(x=x, **vectors)
+
+
+def _check_gate(gate: Tensor | None, x: Tensor, branch_weight: Tensor | None) -> None:
+    if gate is None:
+        return
+    if branch_weight is not None:
+        raise ValueError("gate and branch_weight exclude each other: pass one of them")
+    if x.ndim < 2 or gate.dtype != x.dtype or gate.shape != (x.shape[0], x.shape[-1]):
+        wanted = f"{x.dtype} [B, K] for x [B, ..., K], which is {list(x.shape)}"
+        raise ValueError(f"gate is {gate.dtype} {list(gate.shape)}; it must be {wanted}")
+    check_same_device(x=x, gate=gate)
 
 
 def check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:

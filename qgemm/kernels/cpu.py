@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qgemm.device import one_thread
 from qgemm.kernels.activations import ACTIVATIONS, activated
-from qgemm.kernels.norms import Norm
+from qgemm.kernels.norms import Norm, of_samples
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.blocks import BLOCK, grouped, spread_groups
 from qgemm.numerics.formats import FP8, INT8, MIN_SCALE, OPERANDS
@@ -66,17 +66,22 @@ def by_sample(place: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
             weight: Any = args[place]
             if weight is None or weight.ndim == 1 or not weight.numel():
                 return function(*args, **kwargs)
-            own = {0, 1, place, place + 1}
             made: Any = [
-                function(*(arg[b] if at in own and isinstance(arg, Tensor) else arg for at, arg in enumerate(args)))  # type: ignore[call-arg, arg-type]
+                function(*(_of_sample(arg, b, at in (place, place + 1)) for at, arg in enumerate(args)))  # type: ignore[call-arg, arg-type]
                 for b in range(weight.shape[0])
             ]
             is_one = isinstance(made[0], Tensor)
-            return torch.stack(made) if is_one else tuple(map(torch.stack, zip(*made, strict=True)))  # type: ignore[return-value]
+            return torch.cat(made) if is_one else tuple(map(torch.cat, zip(*made, strict=True)))  # type: ignore[return-value]
 
         return run
 
     return of
+
+
+def _of_sample(argument: Any, sample: int, is_vector: bool) -> Any:
+    if not isinstance(argument, Tensor) or argument.ndim < 2:
+        return argument
+    return argument[sample] if is_vector else argument[sample : sample + 1]
 
 
 @without_grad
@@ -138,8 +143,10 @@ def add_norm_quantize(
     norm: Norm,
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.add_norm_quantize`` on the CPU."""
+    x = x if gate is None else x * of_samples(gate, x)
     total = x.new_empty(x.shape)
 
     def values(x: Tensor, residual: Tensor, total: Tensor) -> Tensor:
@@ -160,9 +167,10 @@ def add_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     norm: Norm,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.add_norm`` on the CPU, a few rows at a time."""
-    adds = residual is not None or branch_weight is not None
+    x, adds = x if gate is None else x * of_samples(gate, x), residual is not None or branch_weight is not None
     total = x.new_empty(x.shape) if adds else x
     normed = total if weight is None else x.new_empty(x.shape)
     rows, totals, out = _rows(x), _rows(total), _rows(normed)

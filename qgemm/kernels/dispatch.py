@@ -88,15 +88,17 @@ def add_norm_quantize(
     norm: Norm,
     input_scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(total, q, row_scale)``: ``total = residual + x``, then ``norm(total, weight, bias)`` quantized, in one kernel.
 
     ``x``, ``residual``: ``[..., K]``, of one dtype, to which ``total`` is rounded before its norm. ``branch_weight``:
     for models with another norm after the branch, like Gemma 2: ``total = residual + norm(x, branch_weight)``.
+    ``gate``: for diffusion models, ``[B, K]`` for ``x [B, ..., K]``: ``total = residual + round(gate * x)``.
     ``weight``: None if ``total`` itself goes into the layers, as in OLMo 2. The rest is as in ``norm_quantize``.
     """
-    checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, norm, input_scale, dtype)
-    arguments = (x, residual, branch_weight, weight, bias, norm, input_scale, dtype)
+    arguments = (x, residual, branch_weight, weight, bias, norm, input_scale, dtype, gate)
+    checks.check_add_norm_quantize(*arguments)
     out: tuple[Tensor, Tensor, Tensor] = _backend(x).add_norm_quantize(*arguments)
     return out
 
@@ -108,14 +110,15 @@ def add_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     norm: Norm,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(total, norm(total, weight, bias))`` as floats, in one kernel, for consumers that don't quantize them.
 
-    Arguments as in ``add_norm_quantize``. Without ``residual``, nothing is added; without ``branch_weight`` as well,
-    ``total`` is ``x``. Without ``weight``, the second result is ``total``.
+    Arguments as in ``add_norm_quantize``. Without ``residual``, nothing is added; without ``branch_weight`` and
+    ``gate`` as well, ``total`` is ``x``. Without ``weight``, the second result is ``total``.
     """
-    checks.check_add_norm(x, residual, branch_weight, weight, bias, norm)
-    out: tuple[Tensor, Tensor] = _backend(x).add_norm(x, residual, branch_weight, weight, bias, norm)
+    checks.check_add_norm(x, residual, branch_weight, weight, bias, norm, gate)
+    out: tuple[Tensor, Tensor] = _backend(x).add_norm(x, residual, branch_weight, weight, bias, norm, gate)
     return out
 
 

@@ -25,8 +25,8 @@ class Norm:
     - ``"rms_once"``: ``round(y * weight)``, as in OLMo 2, GPT-OSS, Gemma 4.
     - ``"rms_plus_one"``: ``round(y * (1 + weight))``, as in Gemma 1 to 3.
     - ``"layer"``: ``nn.LayerNorm``: ``round((x - mean) / sqrt(var + eps) * weight + bias)``; Cohere's has no bias.
-    - ``"layer_by_steps"``: the same, as ``round(round(round(...) * weight) + bias)``: diffusion models compute ``norm(x)
-      * (1 + scale) + shift`` as three operators. Operators for queries and keys don't have it.
+    - ``"layer_by_steps"``: the same, as ``round(round(round(...) * weight) + bias)``: diffusion models compute
+      ``norm(x) * (1 + scale) + shift`` as three operators. Operators for queries and keys don't have it.
 
     ``weight``, ``bias``: of the dtype of ``x``; a float32 weight in a bfloat16 model isn't supported. They are ``[K]``,
     or ``[B, K]`` with a row for each sample of ``x [B, ..., K]``, as diffusion models compute from the time step.
@@ -51,8 +51,7 @@ class Norm:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The norm of the rows of ``x [..., K]``, in its dtype. ``weight``, ``bias``: ``[K]`` or ``[B, K]``."""
         if weight.ndim == 2:
-            shape = (weight.shape[0], *(1,) * (x.ndim - 2), weight.shape[1])
-            weight, bias = weight.reshape(shape), None if bias is None else bias.reshape(shape)
+            weight, bias = of_samples(weight, x), None if bias is None else of_samples(bias, x)
         if self.kind == MODULATED:
             y = F.layer_norm(x, x.shape[-1:], None, None, self.eps).to(x.dtype) if x.numel() else x.clone()
             return y * weight if bias is None else y * weight + bias
@@ -69,3 +68,8 @@ class Norm:
             return weight * y.to(x.dtype)
         factor = weight.float() if self.kind == "rms_once" else 1.0 + weight.float()
         return (y * factor).to(x.dtype)
+
+
+def of_samples(vectors: Tensor, x: Tensor) -> Tensor:
+    """``vectors [B, K]`` with the dimensions of ``x [B, ..., K]``, with 1 between the first and the last."""
+    return vectors.reshape(vectors.shape[0], *(1,) * (x.ndim - 2), vectors.shape[1])

@@ -1,13 +1,13 @@
 """Norms before quantized layers, including the residual that is added first.
 
 - ``norm_quantize(x, weight, bias, norm, eps, input_scale, dtype)``: ``(q, row_scale)`` of ``norm(x)``.
-- ``add_norm_quantize(x, residual, branch_weight, weight, bias, norm, eps, input_scale, dtype)``:
-  ``(total, q, row_scale)``, with ``total = residual + x``.
+- ``add_norm_quantize(x, residual, branch_weight, weight, bias, norm, eps, input_scale, dtype, gate)``:
+  ``(total, q, row_scale)``, with ``total = residual + x``, or ``residual + gate * x``.
 - ``post_norm(x, residual, weight, bias, norm, eps)``: ``norm(residual + x)``; ``post_norm_quantize``, which also has
   ``input_scale`` and ``dtype``: ``(normed, q, row_scale)``, with its rows quantized too.
-- ``add_norm(x, residual, branch_weight, weight, bias, norm, eps)``: ``(total, norm(total))`` as floats. An operator may
-  not return its input, nor one tensor twice; so ``total`` is an empty tensor, ``[0]``, if it would be ``x``, and so is
-  the second output without ``weight``.
+- ``add_norm(x, residual, branch_weight, weight, bias, norm, eps, gate)``: ``(total, norm(total))`` as floats. An
+  operator may not return its input, nor one tensor twice; so ``total`` is an empty tensor, ``[0]``, if it would be
+  ``x``, and so is the second output without ``weight``.
 
 ``dispatch.py`` documents arguments and numbers; ``norm`` and ``eps`` are the fields of a ``Norm``. Floats have
 gradients for everything that they are computed from, quantized rows have none: a block that is trained calls its float
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import checks, dispatch
-from qgemm.kernels.norms import Norm
+from qgemm.kernels.norms import Norm, of_samples
 from qgemm.numerics.formats import INT8, OPERANDS
 from qgemm.ops.declare import NO_GRADIENT, operator
 from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
@@ -37,7 +37,7 @@ def norm_quantize(
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.qgemm.norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
-    tensors = x, None, None, weight, bias, input_scale
+    tensors = x, None, None, weight, bias, input_scale, None
     out: tuple[Tensor, Tensor] = _by_shortest_way(("norm_quantize", norm, dtype), tensors, (x, weight, bias))
     return out
 
@@ -51,10 +51,11 @@ def add_norm_quantize(
     norm: Norm,
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.qgemm.add_norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
-    tensors = x, residual, branch_weight, weight, bias, input_scale
-    out: tuple[Tensor, Tensor, Tensor] = _by_shortest_way(("add_norm_quantize", norm, dtype), tensors, tensors[:5])
+    tensors, what = (x, residual, branch_weight, weight, bias, input_scale, gate), ("add_norm_quantize", norm, dtype)
+    out: tuple[Tensor, Tensor, Tensor] = _by_shortest_way(what, tensors, tensors[:5], (gate,))
     return out
 
 
@@ -65,19 +66,20 @@ def add_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     norm: Norm,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.add_norm``, called through ``torch.ops.qgemm.add_norm`` if the dispatcher needs to see the call."""
-    what, tensors = ("add_norm", norm), (x, residual, branch_weight, weight, bias, None)
-    adds = residual is not None or branch_weight is not None
+    what, tensors = ("add_norm", norm), (x, residual, branch_weight, weight, bias, None, gate)
+    adds = residual is not None or branch_weight is not None or gate is not None
     made = recall_launch(what, tensors)
     if made is not None:
         total = made[0] if adds else x
         return total, total if weight is None else made[-1]
-    if seen_by_others(x, residual, branch_weight, weight, bias):
-        total, normed = torch.ops.qgemm.add_norm(*tensors[:5], norm.kind, norm.eps)
+    if seen_by_others(x, residual, branch_weight, weight, bias, gate):
+        total, normed = torch.ops.qgemm.add_norm(*tensors[:5], norm.kind, norm.eps, gate)
         total = total if adds else x
         return total, total if weight is None else normed
-    total, normed = dispatch.add_norm(x, residual, branch_weight, weight, bias, norm)
+    total, normed = dispatch.add_norm(x, residual, branch_weight, weight, bias, norm, gate)
     outputs = total if adds else None, None if weight is None else normed, None, None
     made = tuple(each for each in outputs if each is not None)
     if made:
@@ -87,7 +89,7 @@ def add_norm(
 
 def post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
     """``torch.ops.qgemm.post_norm``, bypassing the dispatcher where nothing in it needs to see the call."""
-    tensors = x, residual, None, weight, bias, None
+    tensors = x, residual, None, weight, bias, None, None
     out: Tensor = _by_shortest_way(("post_norm", norm), tensors, (x, residual, weight, bias))
     return out
 
@@ -102,7 +104,7 @@ def post_norm_quantize(
     dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.qgemm.post_norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
-    tensors, what = (x, residual, None, weight, bias, input_scale), ("post_norm_quantize", norm, dtype)
+    tensors, what = (x, residual, None, weight, bias, input_scale, None), ("post_norm_quantize", norm, dtype)
     out: tuple[Tensor, Tensor, Tensor] = _by_shortest_way(what, tensors, (x, residual, weight, bias))
     return out
 
@@ -116,22 +118,25 @@ _OUTPUTS = {
 """The indices of an operator's outputs: the total, the normed total, its rows and their scales; None if missing."""
 
 
-_Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _by_shortest_way(what: tuple[Any, ...], tensors: _Tensors, arguments: tuple[Any, ...]) -> Any:
+def _by_shortest_way(
+    what: tuple[Any, ...], tensors: _Tensors, arguments: tuple[Any, ...], last: tuple[Any, ...] = ()
+) -> Any:
     """Calls an operator by the way that takes the host the least time; returns what the operator returns.
 
     ``what``: its name, the norm, and the dtype of rows if it makes any. ``tensors``: ``x``, the residual, the branch's
-    weight, weight, bias and a static scale. ``arguments``: those of them before the norm, in the operator's order.
+    weight, weight, bias, a static scale and a gate. ``arguments``: those of them before the norm, in the operator's
+    order; ``last``: its last ones.
     """
     made = recall_launch(what, tensors)
     name, norm, *dtype = what
     if made is None:
         scale = (tensors[5], *dtype) if dtype else ()
         if seen_by_others(*tensors):
-            return getattr(torch.ops.qgemm, name)(*arguments, norm.kind, norm.eps, *scale)
-        out = getattr(dispatch, name)(*arguments, norm, *scale)
+            return getattr(torch.ops.qgemm, name)(*arguments, norm.kind, norm.eps, *scale, *last)
+        out = getattr(dispatch, name)(*arguments, norm, *scale, *last)
         made = out if isinstance(out, tuple) else (out,)
 
         outputs = tuple(None if place is None else made[place] for place in _OUTPUTS[name])
@@ -143,8 +148,8 @@ def _find_launch(tensors: _Tensors, norm: Norm, outputs: Any) -> Any:
     """The kernel's launch for such a call, and its tensors. ``outputs``: total, normed, rows and their scales."""
     from qgemm.kernels.norm import launcher
 
-    x, residual, branch_weight, weight, bias, input_scale = tensors
-    return launcher.find_launch(x, residual, (branch_weight, weight, bias), norm, outputs, input_scale)
+    x, residual, branch_weight, weight, bias, input_scale, gate = tensors
+    return launcher.find_launch(x, residual, (branch_weight, gate, weight, bias), norm, outputs, input_scale)
 
 
 def _norm_quantize(
@@ -169,9 +174,10 @@ def _add_norm_quantize(
     eps: float,
     input_scale: Tensor | None,
     dtype: torch.dtype | None = None,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     vectors, dtype = (branch_weight, weight, bias), dtype or INT8.storage
-    return dispatch.add_norm_quantize(x, residual, *vectors, Norm(norm, eps), input_scale, dtype)
+    return dispatch.add_norm_quantize(x, residual, *vectors, Norm(norm, eps), input_scale, dtype, gate)
 
 
 def _add_norm(
@@ -182,9 +188,10 @@ def _add_norm(
     bias: Tensor | None,
     norm: str,
     eps: float,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    total, normed = dispatch.add_norm(x, residual, branch_weight, weight, bias, Norm(norm, eps))
-    adds = residual is not None or branch_weight is not None
+    total, normed = dispatch.add_norm(x, residual, branch_weight, weight, bias, Norm(norm, eps), gate)
+    adds = residual is not None or branch_weight is not None or gate is not None
     return total if adds else x.new_empty(0), x.new_empty(0) if weight is None else normed
 
 
@@ -226,15 +233,17 @@ def _norm_quantize_fake(
 
 def _add_norm_quantize_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     residual, branch_weight, weight, bias, kind, eps, input_scale, *given = others
-    dtype = (given[0] if given else None) or INT8.storage
-    checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, Norm(kind, eps), input_scale, dtype)
+    dtype, gate = (given[0] if given else None) or INT8.storage, given[1] if len(given) > 1 else None
+    vectors = branch_weight, weight, bias
+    checks.check_add_norm_quantize(x, residual, *vectors, Norm(kind, eps), input_scale, dtype, gate)
     return x.new_empty(x.shape), *_rows_like(x, dtype)
 
 
 def _add_norm_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    residual, branch_weight, weight, bias, kind, eps = others
-    checks.check_add_norm(x, residual, branch_weight, weight, bias, Norm(kind, eps))
-    adds = residual is not None or branch_weight is not None
+    residual, branch_weight, weight, bias, kind, eps, *given = others
+    gate = given[0] if given else None
+    checks.check_add_norm(x, residual, branch_weight, weight, bias, Norm(kind, eps), gate)
+    adds = residual is not None or branch_weight is not None or gate is not None
     return x.new_empty(x.shape if adds else 0), x.new_empty(0 if weight is None else x.shape)
 
 
@@ -269,17 +278,21 @@ def _post_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor, *others: An
 
 def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """The ``setup_context`` of ``add_norm_quantize`` and ``add_norm``."""
-    x, residual, branch_weight, weight, _, kind, eps, *_ = inputs
-    total, *rest = output
-    if rest[0].dtype in OPERANDS:
-        ctx.mark_non_differentiable(*rest)
+    x, residual, branch_weight, weight, _, kind, eps, *rest = inputs
+    total, *rows = output
+    quantizes = rows[0].dtype in OPERANDS
+    place = 2 if quantizes else 0  # of the gate, behind a static scale and a dtype
+    gate = rest[place] if len(rest) > place else None
+    if quantizes:
+        ctx.mark_non_differentiable(*rows)
         weight = None
-    ctx.norm, ctx.adds = Norm(kind, eps), residual is not None or branch_weight is not None
-    ctx.save_for_backward(x, branch_weight, weight, total if ctx.adds else x)
+    adds = residual is not None or branch_weight is not None or gate is not None
+    ctx.norm, ctx.adds = Norm(kind, eps), adds
+    ctx.save_for_backward(x, branch_weight, weight, total if adds else x, gate)
 
 
 def _sum_backward(ctx: Any, wanted: tuple[bool, ...], grad_total: Tensor, grad_normed: Tensor, *others: Any) -> Any:
-    x, branch_weight, weight, total = ctx.saved_tensors
+    x, branch_weight, weight, total, gate = ctx.saved_tensors
     grad = grad_total.float() if ctx.adds else torch.zeros_like(x, dtype=torch.float32)
     grad_branch_weight: Tensor | None = None
     grad_weight: Tensor | None = None
@@ -287,19 +300,23 @@ def _sum_backward(ctx: Any, wanted: tuple[bool, ...], grad_total: Tensor, grad_n
     if weight is not None:
         through, grad_weight, grad_bias = _norm_backward(ctx.norm, total, weight, grad_normed)
         grad = grad + through
-    grad_x = grad
+    grad_x, grad_gate = grad, None
+    if gate is not None:
+        by_sample = of_samples(gate, x)
+        grad_x, grad_gate = grad * by_sample, (grad * x).sum_to_size(by_sample.shape).view(gate.shape)
     if branch_weight is not None:
         grad_x, grad_branch_weight, _ = _norm_backward(ctx.norm, x, branch_weight, grad)
     grads = (grad_x, grad, grad_branch_weight, grad_weight, grad_bias)
-    found = [g.to(x.dtype) if g is not None and w else None for g, w in zip(grads, wanted, strict=False)]
-    return *found, *[None] * (len(wanted) - len(found))
+    rest = [None] * (len(wanted) - len(grads) - 1)
+    found = (*grads, *rest, grad_gate)
+    return tuple([g.to(x.dtype) if g is not None and w else None for g, w in zip(found, wanted, strict=True)])
 
 
 def _norm_backward(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``x``, ``weight`` and a bias, in float32; rounding counts as the identity."""
     h, grad, shape = x.float(), grad.float(), weight.shape
-    if weight.ndim == 2:  # of a sample each
-        weight = weight.reshape(shape[0], *(1,) * (x.ndim - 2), shape[1])
+    if weight.ndim == 2:
+        weight = of_samples(weight, x)
     if norm.is_layer:
         h = h - h.mean(dim=-1, keepdim=True)
     rstd = torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + norm.eps)
@@ -321,8 +338,8 @@ operator(
     **NO_GRADIENT,
 )
 operator(
-    f"add_norm_quantize(Tensor x, Tensor residual, {_SUM}, Tensor? input_scale, ScalarType? dtype=None) -> "
-    "(Tensor, Tensor, Tensor)",
+    f"add_norm_quantize(Tensor x, Tensor residual, {_SUM}, Tensor? input_scale, ScalarType? dtype=None, "
+    "Tensor? gate=None) -> (Tensor, Tensor, Tensor)",
     cpu=_add_norm_quantize,
     cuda=_add_norm_quantize,
     fake=_add_norm_quantize_fake,
@@ -330,7 +347,7 @@ operator(
     backward=_sum_backward,
 )
 operator(
-    f"add_norm(Tensor x, Tensor? residual, {_SUM}) -> (Tensor, Tensor)",
+    f"add_norm(Tensor x, Tensor? residual, {_SUM}, Tensor? gate=None) -> (Tensor, Tensor)",
     cpu=_add_norm,
     cuda=_add_norm,
     fake=_add_norm_fake,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qgemm import QuantLinear, fuse, fusion_report
 from qgemm.fusion.siblings import SiblingWatch
-from qgemm.fusion.verify import MAX_ERROR, relative_error, random_values, record_calls
+from qgemm.fusion.verify import MAX_ERROR, random_values, record_calls, relative_error
 from tests.fusion.test_fuse import BOTH, MIXTURE, fused_parts, quantized
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from qgemm.kernels import dispatch
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.norm import launcher as norm_launch
-from qgemm.kernels.norms import NORMS, Norm
+from qgemm.kernels.norms import MODULATED, NORMS, Norm
 from qgemm.kernels.reference import add_norm_reference, quantize_rows_reference
 from qgemm.numerics.formats import FP8, INT8
 
@@ -185,7 +185,7 @@ def test_strides_and_empty_tensors(limit: int, device: torch.device, monkeypatch
 
 
 @pytest.mark.parametrize("limit", [2**15, 100])  # held by a program; longer than that
-@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("kind", ["rms", "layer", MODULATED])
 def test_a_sample_has_vectors_of_its_own(
     kind: str, limit: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,26 +193,32 @@ def test_a_sample_has_vectors_of_its_own(
     monkeypatch.setattr(norm_launch, "plans", PlanCache())
     x, residual = (torch.randn(3, 2, 5, 70, device=device).bfloat16() for _ in range(2))
     branch, weight, bias = (torch.randn(size, device=device).bfloat16() for size in ((70,), (3, 70), (3, 70)))
-    norm, given = Norm(kind, 1e-5), bias if kind == "layer" else None
+    norm, given = Norm(kind, 1e-5), None if kind == "rms" else bias
 
-    def outputs(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def outputs(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor) -> tuple[Tensor, ...]:
         return (
             *norm_launch.norm_quantize(x, weight, bias, norm),
             *norm_launch.add_norm_quantize(x, residual, branch, weight, bias, norm, None, FP8.storage),
             *norm_launch.add_norm(x, residual, None, weight, bias, norm),
+            *norm_launch.add_norm(x, residual, None, weight, bias, norm, gate),
+            *norm_launch.add_norm_quantize(x, residual, None, weight, bias, norm, None, INT8.storage, gate),
             norm_launch.post_norm(x, residual, weight, bias, norm),
             *norm_launch.post_norm_quantize(x, residual, weight, bias, norm),
         )
 
-    found = outputs(x, residual, weight, given)
+    gate = torch.randn(3, 70, device=device).bfloat16()
+    found = outputs(x, residual, weight, given, gate)
     for sample in range(3):
-        own = outputs(x[sample], residual[sample], weight[sample], None if given is None else given[sample])
+        bias_of_it = None if given is None else given[sample]
+        own = outputs(x[sample], residual[sample], weight[sample], bias_of_it, gate[sample].expand(2, 70))
         for of_all, wanted in zip(found, own, strict=True):
             # PyTorch rounds a layer norm with vectors [K] elsewhere.
             assert same(of_all[sample], wanted) or (limit == 100 and kind == "layer")
     exact = exact_norm(x, weight[:, None, None], None if given is None else given[:, None, None], norm)
     normed = norm_launch.add_norm(x, None, None, weight, given, norm)[1]
-    torch.testing.assert_close(normed.double(), exact, rtol=2 * torch.finfo(x.dtype).eps, atol=1e-2)
+    torch.testing.assert_close(normed.double(), exact, rtol=2 * torch.finfo(x.dtype).eps, atol=2e-2)
+    total = norm_launch.add_norm(x, residual, None, None, None, norm, gate)[0]
+    assert torch.equal(total, residual + gate[:, None, None] * x)
 
 
 def test_what_is_not_asked_for_is_not_made(device: torch.device) -> None:

@@ -66,6 +66,18 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "add_norm_quantize": (x, x.flip(0), None, gamma, None, *norm, None),
         "add_norm_quantize branch": (x, x.flip(0), gamma, None, None, *norm, None),
         "add_norm": (x, x.flip(0), gamma, gamma, None, *norm),
+        "add_norm gate": (x.view(1, 5, 16), x.view(1, 5, 16).flip(1), None, None, None, *norm, gamma[None]),
+        "add_norm_quantize gate": (
+            x.view(1, 5, 16),
+            x.view(1, 5, 16).flip(1),
+            None,
+            gamma[None],
+            None,
+            *norm,
+            None,
+            None,
+            gamma[None],
+        ),
         "add_norm sum": (x, x.flip(0), None, None, None, *norm),
         "add_norm norm": (x, None, None, gamma, gamma, "layer", 1e-5),
         "add_norm samples": (x.view(1, 5, 16), None, None, gamma[None], gamma[None], "layer", 1e-5),
@@ -132,8 +144,9 @@ def call(variant: str, arguments: tuple[Any, ...]) -> Any:
 
 def add_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """An operator doesn't return its input, or a tensor twice: those are empty."""
-    total, normed = dispatch.add_norm(x, *others[:4], Norm(*others[4:]))
-    adds, norms = others[:2] != (None, None), others[2] is not None
+    residual, branch_weight, weight, _, kind, eps, *gate = others
+    total, normed = dispatch.add_norm(x, *others[:4], Norm(kind, eps), *gate)
+    adds, norms = residual is not None or branch_weight is not None or gate != [], weight is not None
     return total if adds else x.new_empty(0), normed if norms else x.new_empty(0)
 
 
@@ -148,7 +161,9 @@ def function_of(variant: str) -> Any:
         "rotate_and_store": lambda *a: rotary.rotate_and_store(RotaryCall(*a[:12]), KeyValueStore(*a[12:])),
         "quant_linear_asymmetric": asymmetric.quant_linear_asymmetric,
         "norm_quantize": lambda *a: dispatch.norm_quantize(*a[:3], Norm(*a[3:5]), *a[5:]),
-        "add_norm_quantize": lambda *a: dispatch.add_norm_quantize(*a[:5], Norm(*a[5:7]), *a[7:]),
+        "add_norm_quantize": lambda *a: dispatch.add_norm_quantize(
+            *a[:5], Norm(*a[5:7]), a[7], (a[8] if len(a) > 8 else None) or torch.int8, *a[9:]
+        ),
         "add_norm": add_norm,
         "post_norm": lambda *a: dispatch.post_norm(*a[:4], Norm(*a[4:])),
         "post_norm_quantize": lambda *a: dispatch.post_norm_quantize(*a[:4], Norm(*a[4:6]), *a[6:]),

@@ -55,6 +55,25 @@ def test_gradients_behind_a_branch(kind: str, quantizes: bool, device: torch.dev
     torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_through_a_gate(device: torch.device) -> None:
+    x, residual, weight, gate = (
+        torch.randn(*s, device=device, requires_grad=True) for s in ((2, 3, 40), (2, 3, 40), (2, 40), (2, 40))
+    )
+    out = norms.add_norm(x, residual, None, weight, None, Norm(), gate)
+    wanted = add_norm_reference(x, residual, None, weight, None, Norm(), gate)
+    torch.testing.assert_close(out, wanted)
+    along = torch.randn(2, *x.shape, device=device)
+    leaves = x, residual, weight, gate
+    grads, expected = (
+        torch.autograd.grad((each[0] * along[0] + each[1] * along[1]).sum(), leaves, retain_graph=True)
+        for each in (out, wanted)
+    )
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+    total = norms.add_norm_quantize(x, residual, None, weight, None, Norm(), gate=gate)[0]
+    grads = torch.autograd.grad((total * along[0]).sum(), (x, gate))
+    torch.testing.assert_close(grads, torch.autograd.grad((wanted[0] * along[0]).sum(), (x, gate)))
+
+
 def test_a_sum_without_a_norm_after_it_has_gradients(device: torch.device) -> None:
     x, residual, weight = (torch.randn(*s, device=device, requires_grad=True) for s in ((3, 40), (3, 40), (40,)))
     total, same = norms.add_norm(x, residual, weight, None, None, Norm())

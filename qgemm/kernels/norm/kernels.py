@@ -1,20 +1,21 @@
 """Residual, norm and quantization in one kernel: each program reads a row once and keeps it in registers.
 
-``total = round(residual + norm(x))``, and ``norm(total)`` in float or int8; each part is optional. The norms' vectors
-are read before the program waits for the preceding kernel, which doesn't write weights.
+``total = round(residual + norm(x))`` or ``round(residual + round(gate * x))``, and ``norm(total)`` in float or int8;
+each part is optional. The norms' vectors are read before the program waits for the preceding kernel, which doesn't
+write weights; those of samples are computed, and read after that.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.stages.norms import add_blocks, normalize_blocks, store_blocks
+from qgemm.kernels.stages.norms import add_blocks, multiply_blocks, normalize_blocks, store_blocks
 from qgemm.kernels.stages.rows import StridedRow, load_blocks, quantize_blocks, row_quantization
 
 
 @triton.jit(do_not_specialize=["M", "vector_rows"])
 def _norm_kernel(
-    x, residual, branch_weight, weight, bias, total, normed, q, row_scale, scale,
+    x, residual, branch_weight, gate, weight, bias, total, normed, q, row_scale, scale,
     M, K, vector_rows, stride_xm, stride_xk, stride_rm, stride_rk,
     NORM: tl.constexpr, BY_SAMPLE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
@@ -23,8 +24,8 @@ def _norm_kernel(
 
     All tensors except ``x`` may be None. ``total``, ``normed`` and ``q`` are contiguous ``[M, K]``. ``scale``: as in
     ``RowQuantization``. ``NORM``: a ``Norm``. ``PDL``: see ``Launch``. ``E4M3``: see ``row_quantization``.
-    ``BY_SAMPLE``: whether ``weight`` and ``bias`` are ``[M / vector_rows, K]``, written by a kernel before, instead of
-    ``[K]``.
+    ``gate``: ``[M / vector_rows, K]``, a row for each sample. ``BY_SAMPLE``: whether ``weight`` and ``bias`` are that,
+    too.
     ``NEXT_EARLY``: lets the next kernel start at once, before the preceding one has ended, instead of when this one
     ends.
     """
@@ -47,6 +48,9 @@ def _norm_kernel(
             residuals = load_blocks(StridedRow(residual + row * stride_rm, K, stride_rk), offsets, BLOCKS)
         if branch_weight is not None:
             blocks = normalize_blocks(blocks, branch_weights, None, K, offsets, NORM, BLOCKS)
+        if gate is not None:
+            gates = load_blocks(StridedRow(gate + row // vector_rows * K, K, 1), offsets, BLOCKS)
+            blocks = multiply_blocks(blocks, gates, BLOCKS)
         if residual is not None:
             blocks = add_blocks(blocks, residuals, BLOCKS)
         if total is not None:

@@ -11,14 +11,15 @@ from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.norm.kernels import _norm_kernel
-from qgemm.kernels.norms import Norm
+from qgemm.kernels.norms import Norm, of_samples
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_ROW_BYTES = 32_768  # of a row that a program holds in registers; PyTorch normalizes longer ones
 
-Vectors = tuple[Tensor | None, Tensor | None, Tensor | None]
+Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""The branch's weight or its gate, and weight and bias of the norm of the sum."""
 
 
 def norm_quantize(
@@ -33,7 +34,7 @@ def norm_quantize(
     if not _is_held(x):
         return quantize.quantize_rows(norm(x, weight, bias), input_scale, dtype=dtype)
     q, row_scale = _empty_rows(x, dtype)
-    _run(x, None, (None, weight, bias), norm, (None, None, q, row_scale), input_scale)
+    _run(x, None, (None, None, weight, bias), norm, (None, None, q, row_scale), input_scale)
     return q, row_scale
 
 
@@ -46,13 +47,14 @@ def add_norm_quantize(
     norm: Norm,
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.add_norm_quantize`` on a GPU."""
     if not _is_held(x):
-        total, normed = _add_norm_by_torch(x, residual, (branch_weight, weight, bias), norm)
+        total, normed = _add_norm_by_torch(x, residual, (branch_weight, gate, weight, bias), norm)
         return total, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
     total, (q, row_scale) = _empty_like(x), _empty_rows(x, dtype)
-    _run(x, residual, (branch_weight, weight, bias), norm, (total, None, q, row_scale), input_scale)
+    _run(x, residual, (branch_weight, gate, weight, bias), norm, (total, None, q, row_scale), input_scale)
     return total, q, row_scale
 
 
@@ -63,12 +65,13 @@ def add_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     norm: Norm,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.add_norm`` on a GPU."""
-    vectors = branch_weight, weight, bias
+    vectors = branch_weight, gate, weight, bias
     if not _is_held(x):
         return _add_norm_by_torch(x, residual, vectors, norm)
-    total = None if residual is None and branch_weight is None else _empty_like(x)
+    total = None if residual is None and branch_weight is None and gate is None else _empty_like(x)
     normed = None if weight is None else _empty_like(x)
     if total is not None or normed is not None:
         _run(x, residual, vectors, norm, (total, normed, None, None), None)
@@ -85,9 +88,9 @@ def post_norm(
 ) -> Tensor:
     """``dispatch.post_norm`` on a GPU."""
     if not _is_held(x):
-        return _add_norm_by_torch(x, residual, (None, weight, bias), norm)[1]
+        return _add_norm_by_torch(x, residual, (None, None, weight, bias), norm)[1]
     normed = _empty_like(x)
-    _run(x, residual, (None, weight, bias), norm, (None, normed, None, None), None)
+    _run(x, residual, (None, None, weight, bias), norm, (None, normed, None, None), None)
     return normed
 
 
@@ -105,7 +108,7 @@ def post_norm_quantize(
         normed = post_norm(x, residual, weight, bias, norm)
         return normed, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
     normed, (q, row_scale) = _empty_like(x), _empty_rows(x, dtype)
-    _run(x, residual, (None, weight, bias), norm, (None, normed, q, row_scale), input_scale)
+    _run(x, residual, (None, None, weight, bias), norm, (None, normed, q, row_scale), input_scale)
     return normed, q, row_scale
 
 
@@ -116,8 +119,9 @@ def _is_held(x: Tensor) -> bool:
 
 @torch.no_grad()
 def _add_norm_by_torch(x: Tensor, residual: Tensor | None, vectors: Vectors, norm: Norm) -> tuple[Tensor, Tensor]:
-    branch_weight, weight, bias = vectors
+    branch_weight, gate, weight, bias = vectors
     total = x if branch_weight is None else norm(x, branch_weight)
+    total = total if gate is None else total * of_samples(gate, x)
     if residual is not None:
         total = residual + total
     return total, total if weight is None else norm(total, weight, bias)
@@ -139,7 +143,7 @@ def _run(
     outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     scale: Tensor | None,
 ) -> None:
-    """The kernel. ``vectors``: the branch's weight, weight and bias. ``outputs``: total, normed, q and row_scale."""
+    """The kernel. ``outputs``: total, normed, q and row_scale."""
     if x.numel():
         launch, tensors = find_launch(x, residual, vectors, norm, outputs, scale)
         launch(*tensors)
@@ -158,30 +162,34 @@ def find_launch(
     rows = x.reshape(-1, K)
     residuals = None if residual is None else residual.reshape(-1, K)
     vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
-    (_, weight, _), (total, normed, q, row_scale) = vectors, outputs
+    (_, gate, weight, _), (total, normed, q, row_scale) = vectors, outputs
     dtype = INT8.storage if q is None else q.dtype
     kind = (
         _run, rows.shape, rows.stride(), rows.dtype, rows.device, None if residuals is None else residuals.stride(),
-        *[each is None for each in (*vectors, *outputs, scale)], None if weight is None else weight.shape, norm, dtype,
+        *[each is None for each in (*vectors, *outputs, scale)], samples_of(weight), samples_of(gate), norm, dtype,
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        launch = plans.keep(kind, _make_launch(rows, residuals, weight, norm, dtype))
+        launch = plans.keep(kind, _make_launch(rows, residuals, samples_of(weight), samples_of(gate), norm, dtype))
     # The kernel gets fp8 as bytes.
     q = None if q is None else q.view(torch.int8)
     return launch, (rows, residuals, *vectors, total, normed, q, row_scale, scale)
 
 
+def samples_of(vectors: Tensor | None) -> int:
+    """How many samples have vectors of their own; 0 if all have the same, or none."""
+    return 0 if vectors is None or vectors.ndim == 1 else vectors.shape[0]
+
+
 def _make_launch(
-    rows: Tensor, residuals: Tensor | None, weight: Tensor | None, norm: Norm, dtype: torch.dtype
+    rows: Tensor, residuals: Tensor | None, by_sample: int, gated: int, norm: Norm, dtype: torch.dtype
 ) -> Launch:
     (M, K), limits = rows.shape, device_limits(rows.device)
-    by_sample = weight is not None and weight.ndim == 2
-    vector_rows = M // weight.shape[0] if weight is not None and by_sample else M
+    vector_rows = M // max(by_sample, gated, 1)
     block, blocks, threads = row_blocks(K, rows.itemsize)
     grid, next_early = quantize.programs(M, limits)
     numbers = (M, K, vector_rows, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
-    constants = (norm, by_sample, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
+    constants = (norm, by_sample > 0, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
     warps = max(1, threads // limits.warp_size)
     return Launch(_norm_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
 

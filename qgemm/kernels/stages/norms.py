@@ -74,6 +74,15 @@ def add_blocks(blocks, others, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def multiply_blocks(blocks, others, BLOCKS: tl.constexpr):
+    """``round(blocks * others)``, block by block."""
+    out = ()
+    for i in tl.static_range(BLOCKS):
+        out = out + (product(blocks[i], others[i]),)
+    return out
+
+
+@triton.jit
 def store_blocks(row, blocks, length, offsets, BLOCKS: tl.constexpr):
     """Writes ``blocks`` one after the other to ``row``, up to ``length`` values."""
     BLOCK: tl.constexpr = offsets.shape[0]

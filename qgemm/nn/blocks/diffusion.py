@@ -27,7 +27,7 @@ from qgemm.nn.blocks.fused_module import FusedModule
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Input, Operands, read_rows
-from qgemm.ops.norms import add_norm, norm_quantize
+from qgemm.ops.norms import add_norm, add_norm_quantize, norm_quantize
 
 MAX_FLOAT16 = 65504.0
 """Flux and Qwen-Image limit what float16 blocks return to this."""
@@ -176,10 +176,9 @@ def _add_branches(
 ) -> Tensor:
     """``x`` with what both branches of ``stream`` add."""
     _, _, gate, shift, scale, mlp_gate = vectors
-    _, out_of, *of_mlp = operands
-    x = x + gate[:, None] * out_of.product(attended, x.dtype)
-    into = modulated(x, scale, shift, stream.eps[1], tuple(of_mlp))
-    return x + mlp_gate[:, None] * stream.mlp(into, tuple(of_mlp), None, x.dtype, {})
+    out_of, of_mlp = operands[1], operands[2:]
+    x, into = gated_and_modulated(out_of.product(attended, x.dtype), x, gate, scale, shift, stream.eps[1], of_mlp)
+    return gated(stream.mlp(into, of_mlp, None, x.dtype, {}), x, mlp_gate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +223,7 @@ class FusedSingleBlock(FusedModule):
         del q, k, v
         h: Any = of_mlp.product(into, x.dtype)
         h = torch.cat([attended, mlp.activation(h)], dim=2)
-        x = limited(x + gate[:, None] * out_of.product(h, x.dtype))
+        x = limited(gated(out_of.product(h, x.dtype), x, gate))
         return x[:, :text], x[:, text:]
 
 
@@ -234,6 +233,29 @@ def modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float, operands: tup
     if not read_rows(operands):
         return add_norm(x, None, None, *vectors, norm)[1]
     return QuantizedRows(*norm_quantize(x, *vectors, norm, operands[0].input_scale, operands[0].dtype))
+
+
+def gated(branch: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """``x + gate * branch``; ``gate``: ``[B, K]``."""
+    return add_norm(branch, x, None, None, None, Norm(MODULATED), gate.contiguous())[0]
+
+
+def gated_and_modulated(
+    branch: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    operands: tuple[Operands, ...],
+) -> tuple[Tensor, Input]:
+    """``total = x + gate * branch``, and ``modulated(total)``."""
+    vectors, norm, gate = (1 + scale, shift.contiguous()), Norm(MODULATED, eps), gate.contiguous()
+    if not read_rows(operands):
+        return add_norm(branch, x, None, *vectors, norm, gate)
+    reads = operands[0].input_scale, operands[0].dtype
+    total, *rows = add_norm_quantize(branch, x, None, *vectors, norm, *reads, gate)
+    return total, QuantizedRows(*rows)
 
 
 def limited(x: Tensor) -> Tensor:
