@@ -211,8 +211,7 @@ def _declare_layer(
 
     operator(
         schema,
-        cpu=compute,
-        cuda=compute,
+        compute=compute,
         fake=fake,
         setup_context=setup_context,
         backward=backward,
@@ -291,8 +290,7 @@ def _multiply_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tupl
 operator(
     "multiply(Tensor q, Tensor row_scale, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, "
     "ScalarType out_dtype) -> Tensor",
-    cpu=_multiply,
-    cuda=_multiply,
+    compute=_multiply,
     fake=_multiply_fake,
     setup_context=_multiply_setup,
     backward=_multiply_backward,

@@ -313,32 +313,28 @@ def _norm_backward(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple
 operator(
     "norm_quantize(Tensor x, Tensor weight, Tensor? bias, str norm, float eps, Tensor? input_scale, "
     "ScalarType? dtype=None) -> (Tensor, Tensor)",
-    cpu=_norm_quantize,
-    cuda=_norm_quantize,
+    compute=_norm_quantize,
     fake=_norm_quantize_fake,
     **NO_GRADIENT,
 )
 operator(
     f"add_norm_quantize(Tensor x, Tensor residual, {_SUM}, Tensor? input_scale, ScalarType? dtype=None) -> "
     "(Tensor, Tensor, Tensor)",
-    cpu=_add_norm_quantize,
-    cuda=_add_norm_quantize,
+    compute=_add_norm_quantize,
     fake=_add_norm_quantize_fake,
     setup_context=_sum_setup,
     backward=_sum_backward,
 )
 operator(
     f"add_norm(Tensor x, Tensor? residual, {_SUM}) -> (Tensor, Tensor)",
-    cpu=_add_norm,
-    cuda=_add_norm,
+    compute=_add_norm,
     fake=_add_norm_fake,
     setup_context=_sum_setup,
     backward=_sum_backward,
 )
 operator(
     "post_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str norm, float eps) -> Tensor",
-    cpu=_post_norm,
-    cuda=_post_norm,
+    compute=_post_norm,
     fake=_post_norm_fake,
     setup_context=_post_setup,
     backward=_post_backward,
@@ -346,8 +342,7 @@ operator(
 operator(
     "post_norm_quantize(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str norm, float eps, "
     "Tensor? input_scale, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
-    cpu=_post_norm_quantize,
-    cuda=_post_norm_quantize,
+    compute=_post_norm_quantize,
     fake=_post_norm_quantize_fake,
     setup_context=_post_setup,
     backward=_post_backward,

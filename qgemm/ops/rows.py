@@ -80,8 +80,7 @@ def _quantize_rows_fake(
 
 operator(
     "quantize_rows(Tensor x, Tensor? scale, Tensor? zero_point=None, ScalarType? dtype=None) -> (Tensor, Tensor)",
-    cpu=_quantize_rows,
-    cuda=_quantize_rows,
+    compute=_quantize_rows,
     fake=_quantize_rows_fake,
     **NO_GRADIENT,  # rounding has no useful one; quant_linear treats it as the identity
 )
@@ -95,8 +94,7 @@ def _quantize_groups_fake(x: Tensor) -> tuple[Tensor, Tensor]:
 
 operator(
     "quantize_groups(Tensor x) -> (Tensor, Tensor)",
-    cpu=dispatch.quantize_groups,
-    cuda=dispatch.quantize_groups,
+    compute=dispatch.quantize_groups,
     fake=_quantize_groups_fake,
     **NO_GRADIENT,
 )
@@ -121,8 +119,7 @@ def _activation_quantize_fake(
 operator(
     "activation_quantize(Tensor x, str activation, bool gated, Tensor? input_scale, ScalarType? dtype=None) -> "
     "(Tensor, Tensor)",
-    cpu=_activation_quantize,
-    cuda=_activation_quantize,
+    compute=_activation_quantize,
     fake=_activation_quantize_fake,
     **NO_GRADIENT,
 )
@@ -146,8 +143,7 @@ def _activate_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tupl
 
 operator(
     "activate(Tensor x, str activation, bool gated) -> Tensor",
-    cpu=dispatch.activate,
-    cuda=dispatch.activate,
+    compute=dispatch.activate,
     fake=_activate_fake,
     setup_context=_activate_setup,
     backward=_activate_backward,
@@ -155,8 +151,7 @@ operator(
 
 operator(
     "hadamard(Tensor x) -> Tensor",
-    cpu=hadamard,
-    cuda=hadamard,
+    compute=hadamard,
     fake=lambda x: x.new_empty(x.shape),
     # The matrix is symmetric.
     backward=lambda ctx, wanted, grad: (torch.ops.qgemm.hadamard(grad),),
