@@ -45,82 +45,29 @@ def check_quantize_groups(x: Tensor) -> None:
     _check_rows("quantize_groups", x)
 
 
-def check_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-) -> None:
-    """Raises if ``norm_quantize`` doesn't accept these."""
-    _check_rows("norm_quantize", x)
-    _check_quantized("norm_quantize", dtype)
-    _check_norm(x, norm, bias, weight=weight)
-    _check_static_scale("input_scale", input_scale, x)
-
-
-def check_add_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-) -> None:
-    """Raises if ``add_norm_quantize`` doesn't accept these."""
-    _check_rows("add_norm_quantize", x)
-    _check_quantized("add_norm_quantize", dtype)
-    check_residual(residual, x.shape, x.dtype)
-    check_same_device(x=x, residual=residual)
-    _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
-    _check_static_scale("input_scale", input_scale, x)
-
-
-def check_add_norm(
+def check_norm(
+    operation: str,
     x: Tensor,
     residual: Tensor | None,
     branch_weight: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     norm: Norm,
-) -> None:
-    """Raises if ``add_norm`` doesn't accept these."""
-    _check_rows("add_norm", x)
-    check_residual(residual, x.shape, x.dtype)
-    check_same_device(x=x, residual=residual)
-    _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
-
-
-def check_post_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    name: str = "post_norm",
-) -> None:
-    """Raises if ``post_norm`` can't take these."""
-    _check_rows(name, x)
-    check_residual(residual, x.shape, x.dtype)
-    check_same_device(x=x, residual=residual)
-    _check_norm(x, norm, bias, weight=weight)
-
-
-def check_post_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
 ) -> None:
-    """Raises if ``post_norm_quantize`` can't take these."""
-    _check_quantized("post_norm_quantize", dtype)
-    check_post_norm(x, residual, weight, bias, norm, "post_norm_quantize")
+    """Raises if ``operation``, one of those with a norm, doesn't accept these; None for what it doesn't have."""
+    _check_rows(operation, x)
+    _check_quantized(operation, dtype)
+    check_residual(residual, x.shape, x.dtype)
+    if bias is not None and (not norm.is_layer or weight is None):
+        raise ValueError(f"bias is for the norm 'layer', with a weight; norm is {norm.kind!r}: pass None")
+    for name, vector in (("branch_weight", branch_weight), ("weight", weight), ("bias", bias)):
+        if vector is not None and (vector.dtype != x.dtype or vector.shape != x.shape[-1:]):
+            raise ValueError(
+                f"{name} is {vector.dtype} {list(vector.shape)}; it must be {x.dtype} [{x.shape[-1]}], as x has it"
+            )
+    check_same_device(x=x, residual=residual, branch_weight=branch_weight, weight=weight, bias=bias)
     _check_static_scale("input_scale", input_scale, x)
 
 
@@ -360,18 +307,6 @@ def _check_static_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
     if scale.numel() != 1 or scale.dtype != torch.float32:
         raise ValueError(f"{name} is {scale.dtype} {list(scale.shape)}; a static scale is one float32 number")
     check_same_device(x=x, **{name: scale})
-
-
-def _check_norm(x: Tensor, norm: Norm, bias: Tensor | None, **weights: Tensor | None) -> None:
-    if bias is not None and (not norm.is_layer or weights["weight"] is None):
-        raise ValueError(f"bias is for the norm 'layer', with a weight; norm is {norm.kind!r}: pass None")
-    vectors = {**weights, "bias": bias}
-    for name, vector in vectors.items():
-        if vector is not None and (vector.dtype != x.dtype or vector.shape != x.shape[-1:]):
-            raise ValueError(
-                f"{name} is {vector.dtype} {list(vector.shape)}; it must be {x.dtype} [{x.shape[-1]}], as x has it"
-            )
-    check_same_device(x=x, **vectors)
 
 
 def check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:

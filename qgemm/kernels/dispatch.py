@@ -74,7 +74,7 @@ def norm_quantize(
     ``x``. ``norm``: its kind and epsilon; the norm is rounded where the model's module rounds it. Returns ``q`` and
     ``row_scale`` as from ``quantize_rows``.
     """
-    checks.check_norm_quantize(x, weight, bias, norm, input_scale, dtype)
+    checks.check_norm("norm_quantize", x, None, None, weight, bias, norm, input_scale, dtype)
     out: tuple[Tensor, Tensor] = _backend(x).norm_quantize(x, weight, bias, norm, input_scale, dtype)
     return out
 
@@ -95,8 +95,8 @@ def add_norm_quantize(
     for models with another norm after the branch, like Gemma 2: ``total = residual + norm(x, branch_weight)``.
     ``weight``: None if ``total`` itself goes into the layers, as in OLMo 2. The rest is as in ``norm_quantize``.
     """
-    checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, norm, input_scale, dtype)
     arguments = (x, residual, branch_weight, weight, bias, norm, input_scale, dtype)
+    checks.check_norm("add_norm_quantize", *arguments)
     out: tuple[Tensor, Tensor, Tensor] = _backend(x).add_norm_quantize(*arguments)
     return out
 
@@ -114,7 +114,7 @@ def add_norm(
     Arguments as in ``add_norm_quantize``. Without ``residual``, nothing is added; without ``branch_weight`` as well,
     ``total`` is ``x``. Without ``weight``, the second result is ``total``.
     """
-    checks.check_add_norm(x, residual, branch_weight, weight, bias, norm)
+    checks.check_norm("add_norm", x, residual, branch_weight, weight, bias, norm)
     out: tuple[Tensor, Tensor] = _backend(x).add_norm(x, residual, branch_weight, weight, bias, norm)
     return out
 
@@ -130,7 +130,7 @@ def post_norm(
 
     Arguments as in ``add_norm_quantize``; the sum is rounded before its norm.
     """
-    checks.check_post_norm(x, residual, weight, bias, norm)
+    checks.check_norm("post_norm", x, residual, None, weight, bias, norm)
     out: Tensor = _backend(x).post_norm(x, residual, weight, bias, norm)
     return out
 
@@ -148,7 +148,7 @@ def post_norm_quantize(
 
     ``q`` and ``row_scale`` as in ``quantize_rows``.
     """
-    checks.check_post_norm_quantize(x, residual, weight, bias, norm, input_scale, dtype)
+    checks.check_norm("post_norm_quantize", x, residual, None, weight, bias, norm, input_scale, dtype)
     arguments = (x, residual, weight, bias, norm, input_scale, dtype)
     out: tuple[Tensor, Tensor, Tensor] = _backend(x).post_norm_quantize(*arguments)
     return out

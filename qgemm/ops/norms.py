@@ -14,6 +14,7 @@ gradients for everything that they are computed from, quantized rows have none: 
 modules.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from qgemm.kernels.norms import Norm
 from qgemm.numerics.formats import INT8, OPERANDS
 from qgemm.ops.declare import NO_GRADIENT, operator
 from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
-
-_SUM = "Tensor? branch_weight, Tensor? weight, Tensor? bias, str norm, float eps"
 
 
 def norm_quantize(
@@ -110,11 +109,12 @@ def post_norm_quantize(
 _OUTPUTS = {
     "norm_quantize": (None, None, 0, 1),
     "add_norm_quantize": (0, None, 1, 2),
+    "add_norm": (0, 1, None, None),
     "post_norm": (None, 0, None, None),
     "post_norm_quantize": (None, 0, 1, 2),
 }
 """The indices of an operator's outputs: the total, the normed total, its rows and their scales; None if missing."""
-
+_OPERANDS = ("residual", "branch_weight", "weight", "bias")
 
 _Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -145,110 +145,6 @@ def _find_launch(tensors: _Tensors, norm: Norm, outputs: Any) -> Any:
 
     x, residual, branch_weight, weight, bias, input_scale = tensors
     return launcher.find_launch(x, residual, (branch_weight, weight, bias), norm, outputs, input_scale)
-
-
-def _norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: str,
-    eps: float,
-    input_scale: Tensor | None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    return dispatch.norm_quantize(x, weight, bias, Norm(norm, eps), input_scale, dtype or INT8.storage)
-
-
-def _add_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: str,
-    eps: float,
-    input_scale: Tensor | None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    vectors, dtype = (branch_weight, weight, bias), dtype or INT8.storage
-    return dispatch.add_norm_quantize(x, residual, *vectors, Norm(norm, eps), input_scale, dtype)
-
-
-def _add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: str,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    total, normed = dispatch.add_norm(x, residual, branch_weight, weight, bias, Norm(norm, eps))
-    if normed is total:
-        normed = x.new_empty(0)
-    return x.new_empty(0) if total is x else total, normed
-
-
-def _post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float) -> Tensor:
-    return dispatch.post_norm(x, residual, weight, bias, Norm(norm, eps))
-
-
-def _post_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: str,
-    eps: float,
-    input_scale: Tensor | None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = dtype or INT8.storage
-    return dispatch.post_norm_quantize(x, residual, weight, bias, Norm(norm, eps), input_scale, dtype)
-
-
-def _rows_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-def _norm_quantize_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: str,
-    eps: float,
-    input_scale: Tensor | None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    dtype = dtype or INT8.storage
-    checks.check_norm_quantize(x, weight, bias, Norm(norm, eps), input_scale, dtype)
-    return _rows_like(x, dtype)
-
-
-def _add_norm_quantize_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    residual, branch_weight, weight, bias, kind, eps, input_scale, *given = others
-    dtype = (given[0] if given else None) or INT8.storage
-    checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, Norm(kind, eps), input_scale, dtype)
-    return x.new_empty(x.shape), *_rows_like(x, dtype)
-
-
-def _add_norm_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    residual, branch_weight, weight, bias, kind, eps = others
-    checks.check_add_norm(x, residual, branch_weight, weight, bias, Norm(kind, eps))
-    adds = residual is not None or branch_weight is not None
-    return x.new_empty(x.shape if adds else 0), x.new_empty(0 if weight is None else x.shape)
-
-
-def _post_norm_fake(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float) -> Tensor:
-    checks.check_post_norm(x, residual, weight, bias, Norm(norm, eps))
-    return x.new_empty(x.shape)
-
-
-def _post_norm_quantize_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    residual, weight, bias, kind, eps, input_scale, *given = others
-    dtype = (given[0] if given else None) or INT8.storage
-    checks.check_post_norm_quantize(x, residual, weight, bias, Norm(kind, eps), input_scale, dtype)
-    return x.new_empty(x.shape), *_rows_like(x, dtype)
 
 
 def _post_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -310,40 +206,52 @@ def _norm_backward(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple
     return inner * rstd, (grad * y).sum_to_size(weight.shape), grad.sum_to_size(weight.shape)
 
 
-operator(
-    "norm_quantize(Tensor x, Tensor weight, Tensor? bias, str norm, float eps, Tensor? input_scale, "
-    "ScalarType? dtype=None) -> (Tensor, Tensor)",
-    compute=_norm_quantize,
-    fake=_norm_quantize_fake,
-    **NO_GRADIENT,
-)
-operator(
-    f"add_norm_quantize(Tensor x, Tensor residual, {_SUM}, Tensor? input_scale, ScalarType? dtype=None) -> "
-    "(Tensor, Tensor, Tensor)",
-    compute=_add_norm_quantize,
-    fake=_add_norm_quantize_fake,
-    setup_context=_sum_setup,
-    backward=_sum_backward,
-)
-operator(
-    f"add_norm(Tensor x, Tensor? residual, {_SUM}) -> (Tensor, Tensor)",
-    compute=_add_norm,
-    fake=_add_norm_fake,
-    setup_context=_sum_setup,
-    backward=_sum_backward,
-)
-operator(
-    "post_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str norm, float eps) -> Tensor",
-    compute=_post_norm,
-    fake=_post_norm_fake,
-    setup_context=_post_setup,
-    backward=_post_backward,
-)
-operator(
-    "post_norm_quantize(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str norm, float eps, "
-    "Tensor? input_scale, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
-    compute=_post_norm_quantize,
-    fake=_post_norm_quantize_fake,
-    setup_context=_post_setup,
-    backward=_post_backward,
-)
+def _declare(name: str, tensors: str, compute: Callable[..., Any], **gradients: Any) -> None:
+    """Declares the operator ``name``, whose arguments are ``tensors``, the fields of a norm and, for rows, two more.
+
+    ``compute``: takes the norm as one value, like the functions of ``dispatch``.
+    """
+    names = [each.split()[-1] for each in tensors.split(", ")]
+    count, end = len(names), len(names) + 2
+    outputs = [place is not None for place in _OUTPUTS[name]]
+    rows = ", Tensor? input_scale, ScalarType? dtype=None" if outputs[2] else ""
+    returned = ", ".join(["Tensor"] * sum(outputs))
+
+    # PyTorch leaves out the dtype if it is None.
+    def run(*arguments: Any) -> Any:
+        return compute(*arguments[:count], Norm(*arguments[count:end]), *arguments[end:])
+
+    def fake(*arguments: Any) -> Any:
+        x, given = arguments[0], dict(zip(names, arguments, strict=False))
+        residual, branch_weight, weight, bias = (given.get(each) for each in _OPERANDS)
+        norm, of_rows = Norm(*arguments[count:end]), arguments[end:]
+        checks.check_norm(name, x, residual, branch_weight, weight, bias, norm, *of_rows)
+        made = (
+            x.new_empty(0 if residual is None and branch_weight is None else x.shape),
+            x.new_empty(0 if weight is None else x.shape),
+            x.new_empty(x.shape, dtype=INT8.storage if len(of_rows) < 2 else of_rows[1]),
+            x.new_empty(x.shape[:-1], dtype=torch.float32),
+        )
+        out = tuple(each for each, is_output in zip(made, outputs, strict=True) if is_output)
+        return out if len(out) > 1 else out[0]
+
+    schema = f"{name}({tensors}, str norm, float eps{rows}) -> {f'({returned})' if sum(outputs) > 1 else returned}"
+    operator(schema, compute=run, fake=fake, **gradients)
+
+
+def _add_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    total, normed = dispatch.add_norm(x, *others)
+    if normed is total:
+        normed = x.new_empty(0)
+    return x.new_empty(0) if total is x else total, normed
+
+
+_WEIGHTS = "Tensor? branch_weight, Tensor? weight, Tensor? bias"
+_OF_SUM = {"setup_context": _sum_setup, "backward": _sum_backward}
+_OF_POST = {"setup_context": _post_setup, "backward": _post_backward}
+_POST = "Tensor x, Tensor residual, Tensor weight, Tensor? bias"
+_declare("norm_quantize", "Tensor x, Tensor weight, Tensor? bias", dispatch.norm_quantize, **NO_GRADIENT)
+_declare("add_norm_quantize", f"Tensor x, Tensor residual, {_WEIGHTS}", dispatch.add_norm_quantize, **_OF_SUM)
+_declare("add_norm", f"Tensor x, Tensor? residual, {_WEIGHTS}", _add_norm, **_OF_SUM)
+_declare("post_norm", _POST, dispatch.post_norm, **_OF_POST)
+_declare("post_norm_quantize", _POST, dispatch.post_norm_quantize, **_OF_POST)
