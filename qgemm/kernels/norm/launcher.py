@@ -51,7 +51,7 @@ def add_norm_quantize(
     if not _is_held(x):
         total, normed = _add_norm_by_torch(x, residual, (branch_weight, weight, bias), norm)
         return total, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
-    total, (q, row_scale) = _empty_like(x), _empty_rows(x, dtype)
+    total, (q, row_scale) = x.new_empty(x.shape), _empty_rows(x, dtype)
     _run(x, residual, (branch_weight, weight, bias), norm, (total, None, q, row_scale), input_scale)
     return total, q, row_scale
 
@@ -68,8 +68,8 @@ def add_norm(
     vectors = branch_weight, weight, bias
     if not _is_held(x):
         return _add_norm_by_torch(x, residual, vectors, norm)
-    total = None if residual is None and branch_weight is None else _empty_like(x)
-    normed = None if weight is None else _empty_like(x)
+    total = None if residual is None and branch_weight is None else x.new_empty(x.shape)
+    normed = None if weight is None else x.new_empty(x.shape)
     if total is not None or normed is not None:
         _run(x, residual, vectors, norm, (total, normed, None, None), None)
     total = x if total is None else total
@@ -86,7 +86,7 @@ def post_norm(
     """``dispatch.post_norm`` on a GPU."""
     if not _is_held(x):
         return _add_norm_by_torch(x, residual, (None, weight, bias), norm)[1]
-    normed = _empty_like(x)
+    normed = x.new_empty(x.shape)
     _run(x, residual, (None, weight, bias), norm, (None, normed, None, None), None)
     return normed
 
@@ -104,7 +104,7 @@ def post_norm_quantize(
     if not _is_held(x):
         normed = post_norm(x, residual, weight, bias, norm)
         return normed, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
-    normed, (q, row_scale) = _empty_like(x), _empty_rows(x, dtype)
+    normed, (q, row_scale) = x.new_empty(x.shape), _empty_rows(x, dtype)
     _run(x, residual, (None, weight, bias), norm, (None, normed, q, row_scale), input_scale)
     return normed, q, row_scale
 
@@ -121,10 +121,6 @@ def _add_norm_by_torch(x: Tensor, residual: Tensor | None, vectors: Vectors, nor
     if residual is not None:
         total = residual + total
     return total, total if weight is None else norm(total, weight, bias)
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _empty_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
