@@ -33,11 +33,9 @@ def check_quantize_rows(
     if zero_point is not None:
         if scale is None:
             raise ValueError("zero_point needs a scale: with a scale per row there is no zero point")
-        if zero_point.numel() != 1 or zero_point.dtype != INT8.storage:
-            raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
         if dtype != INT8.storage:
             raise ValueError(f"zero_point is for int8; dtype is {dtype}: leave it out")
-        check_same_device(x=x, zero_point=zero_point)
+        _check_zero_point(zero_point, x)
 
 
 def check_quantize_groups(x: Tensor) -> None:
@@ -150,11 +148,10 @@ def check_scaled_mm(
     _check_scale("a_scale", a_scale, a.shape[0])
     _check_scale("b_scale", b_scale, b.shape[1])
     _check_bias(bias, b.shape[1])
-    check_same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; scaled_mm returns {names_of(FLOAT_DTYPES)}")
     check_residual(residual, (a.shape[0], b.shape[1]), out_dtype)
-    check_same_device(a=a, residual=residual)
+    check_same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias, residual=residual)
 
 
 def check_matmul(
@@ -190,9 +187,18 @@ def check_quant_linear(
     check_quantize_rows(x, input_scale)
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
-    check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
     check_residual(residual, (*x.shape[:-1], N), x.dtype)
-    check_same_device(x=x, residual=residual)
+    check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias, residual=residual)
+
+
+def check_quant_linear_asymmetric(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, input_scale: Tensor, zero_point: Tensor
+) -> None:
+    """Raises if ``quant_linear_asymmetric`` doesn't accept these."""
+    check_quant_linear(x.resolve_neg(), weight, weight_scale, bias, input_scale)
+    if weight.dtype != torch.int8:
+        raise TypeError(f"weight is {weight.dtype}; with a zero point it must be torch.int8")
+    _check_zero_point(zero_point, x)
 
 
 def check_block_scaled_linear(
@@ -307,6 +313,12 @@ def _check_static_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
     if scale.numel() != 1 or scale.dtype != torch.float32:
         raise ValueError(f"{name} is {scale.dtype} {list(scale.shape)}; a static scale is one float32 number")
     check_same_device(x=x, **{name: scale})
+
+
+def _check_zero_point(zero_point: Tensor, x: Tensor) -> None:
+    if zero_point.numel() != 1 or zero_point.dtype != INT8.storage:
+        raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
+    check_same_device(x=x, zero_point=zero_point)
 
 
 def check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:

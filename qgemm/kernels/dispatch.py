@@ -295,9 +295,20 @@ def block_scaled_linear(
     return out if residual is None else out.add_(residual)
 
 
-def quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> QuantizedRows:
-    """``quantize_rows`` of checked arguments, as a value that several layers may ``multiply``."""
-    return QuantizedRows(*_backend(x).quantize_rows(x, scale, zero_point))
+@torch.no_grad()
+def quant_linear_asymmetric(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, input_scale: Tensor, zero_point: Tensor
+) -> Tensor:
+    """``(q @ weight.T) * input_scale * weight_scale + bias``, in the dtype of ``x``; ``q`` is ``x`` quantized.
+
+    As ``quant_linear``, with ``zero_point``, one int8 number, and a float ``bias [N]``. The zero point's contribution
+    to the product is the same for every row and has been subtracted from the bias: ``qgemm.numerics.zero_points`` has
+    the formula.
+    """
+    x = x.resolve_neg()
+    checks.check_quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)
+    rows = QuantizedRows(*_backend(x).quantize_rows(x, input_scale, zero_point))
+    return multiply(rows, weight, weight_scale, bias, x.dtype)
 
 
 def multiply(

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.kernels import asymmetric, checks, dispatch
+from qgemm.kernels import checks, dispatch
 from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
@@ -243,8 +243,8 @@ _declare_layer(
 _declare_layer(
     "quant_linear_asymmetric(Tensor x, Tensor weight, Tensor weight_scale, Tensor bias, Tensor input_scale, "
     "Tensor zero_point) -> Tensor",
-    asymmetric.quant_linear_asymmetric,
-    asymmetric.check_quant_linear_asymmetric,
+    dispatch.quant_linear_asymmetric,
+    checks.check_quant_linear_asymmetric,
     ScaledWeight.of_rows,
     bias_at=3,
 )
