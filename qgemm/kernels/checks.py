@@ -33,11 +33,9 @@ def check_quantize_rows(
     if zero_point is not None:
         if scale is None:
             raise ValueError("zero_point needs a scale: with a scale per row there is no zero point")
-        if zero_point.numel() != 1 or zero_point.dtype != INT8.storage:
-            raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
         if dtype != INT8.storage:
             raise ValueError(f"zero_point is for int8; dtype is {dtype}: leave it out")
-        check_same_device(x=x, zero_point=zero_point)
+        _check_zero_point(zero_point, x)
 
 
 def check_quantize_groups(x: Tensor) -> None:
@@ -45,86 +43,36 @@ def check_quantize_groups(x: Tensor) -> None:
     _check_rows("quantize_groups", x)
 
 
-def check_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-) -> None:
-    """Raises if ``norm_quantize`` doesn't accept these."""
-    _check_rows("norm_quantize", x)
-    _check_quantized("norm_quantize", dtype)
-    _check_norm(x, norm, bias, weight=weight)
-    _check_static_scale("input_scale", input_scale, x)
-
-
-def check_add_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-    gate: Tensor | None = None,
-) -> None:
-    """Raises if ``add_norm_quantize`` doesn't accept these."""
-    _check_rows("add_norm_quantize", x)
-    _check_quantized("add_norm_quantize", dtype)
-    check_residual(residual, x.shape, x.dtype)
-    check_same_device(x=x, residual=residual)
-    _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
-    _check_gate(gate, x, branch_weight)
-    _check_static_scale("input_scale", input_scale, x)
-
-
-def check_add_norm(
+def check_norm(
+    operation: str,
     x: Tensor,
     residual: Tensor | None,
     branch_weight: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     norm: Norm,
-    gate: Tensor | None = None,
-) -> None:
-    """Raises if ``add_norm`` doesn't accept these."""
-    _check_rows("add_norm", x)
-    check_residual(residual, x.shape, x.dtype)
-    check_same_device(x=x, residual=residual)
-    _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
-    _check_gate(gate, x, branch_weight)
-
-
-def check_post_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    name: str = "post_norm",
-) -> None:
-    """Raises if ``post_norm`` can't take these."""
-    _check_rows(name, x)
-    check_residual(residual, x.shape, x.dtype)
-    check_same_device(x=x, residual=residual)
-    _check_norm(x, norm, bias, weight=weight)
-
-
-def check_post_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
+    gate: Tensor | None = None,
 ) -> None:
-    """Raises if ``post_norm_quantize`` can't take these."""
-    _check_quantized("post_norm_quantize", dtype)
-    check_post_norm(x, residual, weight, bias, norm, "post_norm_quantize")
+    """Raises if ``operation``, one of those with a norm, doesn't accept these; None for what it doesn't have."""
+    _check_rows(operation, x)
+    _check_quantized(operation, dtype)
+    check_residual(residual, x.shape, x.dtype)
+    if bias is not None and (not norm.is_layer or weight is None):
+        raise ValueError(f"bias is for the norm 'layer', with a weight; norm is {norm.kind!r}: pass None")
+    if gate is not None and branch_weight is not None:
+        raise ValueError("gate and branch_weight exclude each other: pass one of them")
+    one, of_samples = x.shape[-1:], torch.Size((x.shape[0], x.shape[-1]))  # for all rows, for those of a sample
+    either = (one, of_samples) if x.ndim > 1 else (one,)
+    vectors = {"branch_weight": branch_weight, "weight": weight, "bias": bias, "gate": gate}
+    for (name, vector), shapes in zip(vectors.items(), ((one,), either, either, (of_samples,)), strict=True):
+        if vector is not None and (vector.dtype != x.dtype or vector.shape not in shapes):
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{name} is {vector.dtype} {list(vector.shape)}; it must be {x.dtype} {wanted}, as x is")
+    if bias is not None and weight is not None and bias.shape != weight.shape:
+        raise ValueError(f"bias is {list(bias.shape)} and weight {list(weight.shape)}: they must be alike")
+    check_same_device(x=x, residual=residual, **vectors)
     _check_static_scale("input_scale", input_scale, x)
 
 
@@ -207,11 +155,10 @@ def check_scaled_mm(
     _check_scale("a_scale", a_scale, a.shape[0])
     _check_scale("b_scale", b_scale, b.shape[1])
     _check_bias(bias, b.shape[1])
-    check_same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; scaled_mm returns {names_of(FLOAT_DTYPES)}")
     check_residual(residual, (a.shape[0], b.shape[1]), out_dtype)
-    check_same_device(a=a, residual=residual)
+    check_same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias, residual=residual)
 
 
 def check_matmul(
@@ -247,9 +194,18 @@ def check_quant_linear(
     check_quantize_rows(x, input_scale)
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
-    check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
     check_residual(residual, (*x.shape[:-1], N), x.dtype)
-    check_same_device(x=x, residual=residual)
+    check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias, residual=residual)
+
+
+def check_quant_linear_asymmetric(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, input_scale: Tensor, zero_point: Tensor
+) -> None:
+    """Raises if ``quant_linear_asymmetric`` doesn't accept these."""
+    check_quant_linear(x.resolve_neg(), weight, weight_scale, bias, input_scale)
+    if weight.dtype != torch.int8:
+        raise TypeError(f"weight is {weight.dtype}; with a zero point it must be torch.int8")
+    _check_zero_point(zero_point, x)
 
 
 def check_block_scaled_linear(
@@ -366,34 +322,10 @@ def _check_static_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
     check_same_device(x=x, **{name: scale})
 
 
-def _check_norm(x: Tensor, norm: Norm, bias: Tensor | None, **weights: Tensor | None) -> None:
-    if bias is not None and (not norm.is_layer or weights["weight"] is None):
-        raise ValueError(f"bias is for the norm 'layer', with a weight; norm is {norm.kind!r}: pass None")
-    vectors = {**weights, "bias": bias}
-    weight = weights["weight"]
-    for name, vector in vectors.items():
-        if vector is None:
-            continue
-        shapes = [x.shape[-1:]]
-        if name != "branch_weight" and x.ndim > 1:
-            shapes.append(torch.Size((x.shape[0], x.shape[-1])))
-        if vector.dtype != x.dtype or vector.shape not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"{name} is {vector.dtype} {list(vector.shape)}; it must be {x.dtype} {wanted}, as x is")
-    if bias is not None and weight is not None and bias.shape != weight.shape:
-        raise ValueError(f"bias is {list(bias.shape)} and weight {list(weight.shape)}: they must be alike")
-    check_same_device(x=x, **vectors)
-
-
-def _check_gate(gate: Tensor | None, x: Tensor, branch_weight: Tensor | None) -> None:
-    if gate is None:
-        return
-    if branch_weight is not None:
-        raise ValueError("gate and branch_weight exclude each other: pass one of them")
-    if x.ndim < 2 or gate.dtype != x.dtype or gate.shape != (x.shape[0], x.shape[-1]):
-        wanted = f"{x.dtype} [B, K] for x [B, ..., K], which is {list(x.shape)}"
-        raise ValueError(f"gate is {gate.dtype} {list(gate.shape)}; it must be {wanted}")
-    check_same_device(x=x, gate=gate)
+def _check_zero_point(zero_point: Tensor, x: Tensor) -> None:
+    if zero_point.numel() != 1 or zero_point.dtype != INT8.storage:
+        raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
+    check_same_device(x=x, zero_point=zero_point)
 
 
 def check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:

@@ -89,7 +89,7 @@ def quantize_rows(
     x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_rows`` on the CPU, a few rows at a time: temporaries stay in cache and take little memory."""
-    return _quantize(_same, (x,), x.shape[-1], scale, zero_point, dtype)
+    return _quantize(lambda x: x, (x,), x.shape[-1], scale, zero_point, dtype)
 
 
 @without_grad
@@ -97,10 +97,6 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_groups`` on the CPU."""
     q, scale = quantize_rows(grouped(_rows(x)), dtype=FP8.storage)
     return q.flatten(1)[:, : x.shape[-1]].reshape(x.shape).contiguous(), scale.view(*x.shape[:-1], scale.shape[1])
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 @without_grad

@@ -74,7 +74,7 @@ def norm_quantize(
     row for each sample of ``x [B, ..., K]``; of the dtype of ``x``. ``norm``: its kind and epsilon; the norm is rounded
     where the model's module rounds it. Returns ``q`` and ``row_scale`` as from ``quantize_rows``.
     """
-    checks.check_norm_quantize(x, weight, bias, norm, input_scale, dtype)
+    checks.check_norm("norm_quantize", x, None, None, weight, bias, norm, input_scale, dtype)
     out: tuple[Tensor, Tensor] = _backend(x).norm_quantize(x, weight, bias, norm, input_scale, dtype)
     return out
 
@@ -98,7 +98,7 @@ def add_norm_quantize(
     ``weight``: None if ``total`` itself goes into the layers, as in OLMo 2. The rest is as in ``norm_quantize``.
     """
     arguments = (x, residual, branch_weight, weight, bias, norm, input_scale, dtype, gate)
-    checks.check_add_norm_quantize(*arguments)
+    checks.check_norm("add_norm_quantize", *arguments)
     out: tuple[Tensor, Tensor, Tensor] = _backend(x).add_norm_quantize(*arguments)
     return out
 
@@ -117,7 +117,7 @@ def add_norm(
     Arguments as in ``add_norm_quantize``. Without ``residual``, nothing is added; without ``branch_weight`` and
     ``gate`` as well, ``total`` is ``x``. Without ``weight``, the second result is ``total``.
     """
-    checks.check_add_norm(x, residual, branch_weight, weight, bias, norm, gate)
+    checks.check_norm("add_norm", x, residual, branch_weight, weight, bias, norm, gate=gate)
     out: tuple[Tensor, Tensor] = _backend(x).add_norm(x, residual, branch_weight, weight, bias, norm, gate)
     return out
 
@@ -133,7 +133,7 @@ def post_norm(
 
     Arguments as in ``add_norm_quantize``; the sum is rounded before its norm.
     """
-    checks.check_post_norm(x, residual, weight, bias, norm)
+    checks.check_norm("post_norm", x, residual, None, weight, bias, norm)
     out: Tensor = _backend(x).post_norm(x, residual, weight, bias, norm)
     return out
 
@@ -151,7 +151,7 @@ def post_norm_quantize(
 
     ``q`` and ``row_scale`` as in ``quantize_rows``.
     """
-    checks.check_post_norm_quantize(x, residual, weight, bias, norm, input_scale, dtype)
+    checks.check_norm("post_norm_quantize", x, residual, None, weight, bias, norm, input_scale, dtype)
     arguments = (x, residual, weight, bias, norm, input_scale, dtype)
     out: tuple[Tensor, Tensor, Tensor] = _backend(x).post_norm_quantize(*arguments)
     return out
@@ -298,9 +298,20 @@ def block_scaled_linear(
     return out if residual is None else out.add_(residual)
 
 
-def quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> QuantizedRows:
-    """``quantize_rows`` of checked arguments, as a value that several layers may ``multiply``."""
-    return QuantizedRows(*_backend(x).quantize_rows(x, scale, zero_point))
+@torch.no_grad()
+def quant_linear_asymmetric(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, input_scale: Tensor, zero_point: Tensor
+) -> Tensor:
+    """``(q @ weight.T) * input_scale * weight_scale + bias``, in the dtype of ``x``; ``q`` is ``x`` quantized.
+
+    As ``quant_linear``, with ``zero_point``, one int8 number, and a float ``bias [N]``. The zero point's contribution
+    to the product is the same for every row and has been subtracted from the bias: ``qgemm.numerics.zero_points`` has
+    the formula.
+    """
+    x = x.resolve_neg()
+    checks.check_quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)
+    rows = QuantizedRows(*_backend(x).quantize_rows(x, input_scale, zero_point))
+    return multiply(rows, weight, weight_scale, bias, x.dtype)
 
 
 def multiply(

@@ -53,8 +53,7 @@ def _no_backward(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> Any:
 operator(
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor length, Tensor? start, "
     "Tensor? sinks, float scale, float softcap, int window, int max_length) -> Tensor",
-    cpu=_decode_attention,
-    cuda=_decode_attention,
+    compute=_decode_attention,
     fake=_fake,
     backward=_no_backward,
 )
@@ -62,15 +61,13 @@ operator(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor query_starts, "
     "Tensor key_starts, Tensor? pages, Tensor? sinks, float scale, float softcap, int window, SymInt max_queries, "
     "SymInt max_keys) -> Tensor",
-    cpu=_paged_attention,
-    cuda=_paged_attention,
+    compute=_paged_attention,
     fake=_fake_paged,
     backward=_no_backward,
 )
 operator(
     "store_in_pages(Tensor key, Tensor value, Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
     "Tensor? key_starts, Tensor pages) -> ()",
-    cpu=_store_in_pages,
-    cuda=_store_in_pages,
+    compute=_store_in_pages,
     fake=_fake_store,
 )

@@ -27,8 +27,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 
 def operator(
     schema: str,
-    cpu: Function,
-    cuda: Function,
+    compute: Function,
     fake: Function,
     *,
     setup_context: Function | None = None,
@@ -39,8 +38,8 @@ def operator(
 ) -> Any:
     """Declares the operator of ``schema``, ``"name(Tensor x, ...) -> Tensor"``; returns ``torch.ops.qgemm.name``.
 
-    - ``cpu(*arguments)``, ``cuda(*arguments)``: the implementations.
-    - ``fake(*arguments)``: the output for tensors without values, after the same checks as in the other two.
+    - ``compute(*arguments)``: the implementation, on a CPU and on a GPU.
+    - ``fake(*arguments)``: the output for tensors without values, after the same checks.
     - ``setup_context(ctx, inputs, output)``: keeps what ``backward`` needs in ``ctx``; None if it needs nothing.
     - ``backward(ctx, wanted, *grads)``: the gradients of all arguments; ``wanted`` says which are needed. None for an
       operator whose output can't be differentiated.
@@ -51,8 +50,8 @@ def operator(
     """
     name = schema.split("(")[0]
     _library.define(schema)
-    _library.impl(name, cpu, "CPU")
-    _library.impl(name, cuda, "CUDA")
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, compute, device)
     torch.library.register_fake(f"qgemm::{name}", fake, lib=_library)
     declared = getattr(torch.ops.qgemm, name)
     if backward is not None:

@@ -117,16 +117,14 @@ def _declare_experts(
 
     operator(
         f"{name}({schema}, Tensor? residual=None) -> Tensor",
-        cpu=run,
-        cuda=run,
+        compute=run,
         fake=fake,
         setup_context=setup_context,
         backward=backward,
     )
     operator(
         f"{name}_backward(Tensor grad, {schema}) -> (Tensor, Tensor)",
-        cpu=run_backward,
-        cuda=run_backward,
+        compute=run_backward,
         fake=_gradients_fake,
         backward=refuse,
     )

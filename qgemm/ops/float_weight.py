@@ -34,8 +34,7 @@ def _fake(weight: Tensor, *others: Any) -> Tensor:
 operator(
     "float_weight(Tensor weight, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor? input_order, "
     "int in_features, str format, int group_size, ScalarType dtype) -> Tensor",
-    _compute,
-    _compute,
-    _fake,
+    compute=_compute,
+    fake=_fake,
     **NO_GRADIENT,
 )

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.kernels import asymmetric, checks, dispatch
+from qgemm.kernels import checks, dispatch
 from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
@@ -211,8 +211,7 @@ def _declare_layer(
 
     operator(
         schema,
-        cpu=compute,
-        cuda=compute,
+        compute=compute,
         fake=fake,
         setup_context=setup_context,
         backward=backward,
@@ -244,8 +243,8 @@ _declare_layer(
 _declare_layer(
     "quant_linear_asymmetric(Tensor x, Tensor weight, Tensor weight_scale, Tensor bias, Tensor input_scale, "
     "Tensor zero_point) -> Tensor",
-    asymmetric.quant_linear_asymmetric,
-    asymmetric.check_quant_linear_asymmetric,
+    dispatch.quant_linear_asymmetric,
+    checks.check_quant_linear_asymmetric,
     ScaledWeight.of_rows,
     bias_at=3,
 )
@@ -291,8 +290,7 @@ def _multiply_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tupl
 operator(
     "multiply(Tensor q, Tensor row_scale, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, "
     "ScalarType out_dtype) -> Tensor",
-    cpu=_multiply,
-    cuda=_multiply,
+    compute=_multiply,
     fake=_multiply_fake,
     setup_context=_multiply_setup,
     backward=_multiply_backward,

@@ -14,6 +14,7 @@ gradients for everything that they are computed from, quantized rows have none: 
 modules.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from qgemm.kernels.norms import Norm, of_samples
 from qgemm.numerics.formats import INT8, OPERANDS
 from qgemm.ops.declare import NO_GRADIENT, operator
 from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
-
-_SUM = "Tensor? branch_weight, Tensor? weight, Tensor? bias, str norm, float eps"
 
 
 def norm_quantize(
@@ -55,7 +54,7 @@ def add_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.qgemm.add_norm_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
     tensors, what = (x, residual, branch_weight, weight, bias, input_scale, gate), ("add_norm_quantize", norm, dtype)
-    out: tuple[Tensor, Tensor, Tensor] = _by_shortest_way(what, tensors, tensors[:5], (gate,))
+    out: tuple[Tensor, Tensor, Tensor] = _by_shortest_way(what, tensors, tensors[:5])
     return out
 
 
@@ -112,31 +111,31 @@ def post_norm_quantize(
 _OUTPUTS = {
     "norm_quantize": (None, None, 0, 1),
     "add_norm_quantize": (0, None, 1, 2),
+    "add_norm": (0, 1, None, None),
     "post_norm": (None, 0, None, None),
     "post_norm_quantize": (None, 0, 1, 2),
 }
 """The indices of an operator's outputs: the total, the normed total, its rows and their scales; None if missing."""
-
+_OPERANDS = ("residual", "branch_weight", "weight", "bias")
 
 _Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _by_shortest_way(
-    what: tuple[Any, ...], tensors: _Tensors, arguments: tuple[Any, ...], last: tuple[Any, ...] = ()
-) -> Any:
+def _by_shortest_way(what: tuple[Any, ...], tensors: _Tensors, arguments: tuple[Any, ...]) -> Any:
     """Calls an operator by the way that takes the host the least time; returns what the operator returns.
 
     ``what``: its name, the norm, and the dtype of rows if it makes any. ``tensors``: ``x``, the residual, the branch's
     weight, weight, bias, a static scale and a gate. ``arguments``: those of them before the norm, in the operator's
-    order; ``last``: its last ones.
+    order.
     """
     made = recall_launch(what, tensors)
     name, norm, *dtype = what
     if made is None:
-        scale = (tensors[5], *dtype) if dtype else ()
+        gate = tensors[6:] if name == "add_norm_quantize" else ()
+        scale = (tensors[5], *dtype, *gate) if dtype else ()
         if seen_by_others(*tensors):
-            return getattr(torch.ops.qgemm, name)(*arguments, norm.kind, norm.eps, *scale, *last)
-        out = getattr(dispatch, name)(*arguments, norm, *scale, *last)
+            return getattr(torch.ops.qgemm, name)(*arguments, norm.kind, norm.eps, *scale)
+        out = getattr(dispatch, name)(*arguments, norm, *scale)
         made = out if isinstance(out, tuple) else (out,)
 
         outputs = tuple(None if place is None else made[place] for place in _OUTPUTS[name])
@@ -150,113 +149,6 @@ def _find_launch(tensors: _Tensors, norm: Norm, outputs: Any) -> Any:
 
     x, residual, branch_weight, weight, bias, input_scale, gate = tensors
     return launcher.find_launch(x, residual, (branch_weight, gate, weight, bias), norm, outputs, input_scale)
-
-
-def _norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: str,
-    eps: float,
-    input_scale: Tensor | None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    return dispatch.norm_quantize(x, weight, bias, Norm(norm, eps), input_scale, dtype or INT8.storage)
-
-
-def _add_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: str,
-    eps: float,
-    input_scale: Tensor | None,
-    dtype: torch.dtype | None = None,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    vectors, dtype = (branch_weight, weight, bias), dtype or INT8.storage
-    return dispatch.add_norm_quantize(x, residual, *vectors, Norm(norm, eps), input_scale, dtype, gate)
-
-
-def _add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: str,
-    eps: float,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    total, normed = dispatch.add_norm(x, residual, branch_weight, weight, bias, Norm(norm, eps), gate)
-    adds = residual is not None or branch_weight is not None or gate is not None
-    return total if adds else x.new_empty(0), x.new_empty(0) if weight is None else normed
-
-
-def _post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float) -> Tensor:
-    return dispatch.post_norm(x, residual, weight, bias, Norm(norm, eps))
-
-
-def _post_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: str,
-    eps: float,
-    input_scale: Tensor | None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = dtype or INT8.storage
-    return dispatch.post_norm_quantize(x, residual, weight, bias, Norm(norm, eps), input_scale, dtype)
-
-
-def _rows_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-def _norm_quantize_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: str,
-    eps: float,
-    input_scale: Tensor | None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    dtype = dtype or INT8.storage
-    checks.check_norm_quantize(x, weight, bias, Norm(norm, eps), input_scale, dtype)
-    return _rows_like(x, dtype)
-
-
-def _add_norm_quantize_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    residual, branch_weight, weight, bias, kind, eps, input_scale, *given = others
-    dtype, gate = (given[0] if given else None) or INT8.storage, given[1] if len(given) > 1 else None
-    vectors = branch_weight, weight, bias
-    checks.check_add_norm_quantize(x, residual, *vectors, Norm(kind, eps), input_scale, dtype, gate)
-    return x.new_empty(x.shape), *_rows_like(x, dtype)
-
-
-def _add_norm_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    residual, branch_weight, weight, bias, kind, eps, *given = others
-    gate = given[0] if given else None
-    checks.check_add_norm(x, residual, branch_weight, weight, bias, Norm(kind, eps), gate)
-    adds = residual is not None or branch_weight is not None or gate is not None
-    return x.new_empty(x.shape if adds else 0), x.new_empty(0 if weight is None else x.shape)
-
-
-def _post_norm_fake(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float) -> Tensor:
-    checks.check_post_norm(x, residual, weight, bias, Norm(norm, eps))
-    return x.new_empty(x.shape)
-
-
-def _post_norm_quantize_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    residual, weight, bias, kind, eps, input_scale, *given = others
-    dtype = (given[0] if given else None) or INT8.storage
-    checks.check_post_norm_quantize(x, residual, weight, bias, Norm(kind, eps), input_scale, dtype)
-    return x.new_empty(x.shape), *_rows_like(x, dtype)
 
 
 def _post_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -286,9 +178,9 @@ def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     if quantizes:
         ctx.mark_non_differentiable(*rows)
         weight = None
-    adds = residual is not None or branch_weight is not None or gate is not None
-    ctx.norm, ctx.adds = Norm(kind, eps), adds
-    ctx.save_for_backward(x, branch_weight, weight, total if adds else x, gate)
+    ctx.norm = Norm(kind, eps)
+    ctx.adds = residual is not None or branch_weight is not None or gate is not None
+    ctx.save_for_backward(x, branch_weight, weight, total if ctx.adds else x, gate)
 
 
 def _sum_backward(ctx: Any, wanted: tuple[bool, ...], grad_total: Tensor, grad_normed: Tensor, *others: Any) -> Any:
@@ -307,8 +199,7 @@ def _sum_backward(ctx: Any, wanted: tuple[bool, ...], grad_total: Tensor, grad_n
     if branch_weight is not None:
         grad_x, grad_branch_weight, _ = _norm_backward(ctx.norm, x, branch_weight, grad)
     grads = (grad_x, grad, grad_branch_weight, grad_weight, grad_bias)
-    rest = [None] * (len(wanted) - len(grads) - 1)
-    found = (*grads, *rest, grad_gate)
+    found = (*grads, *[None] * (len(wanted) - len(grads) - 1), grad_gate)
     return tuple([g.to(x.dtype) if g is not None and w else None for g, w in zip(found, wanted, strict=True)])
 
 
@@ -329,45 +220,67 @@ def _norm_backward(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple
     return inner * rstd, sums[0], sums[1]
 
 
-operator(
-    "norm_quantize(Tensor x, Tensor weight, Tensor? bias, str norm, float eps, Tensor? input_scale, "
-    "ScalarType? dtype=None) -> (Tensor, Tensor)",
-    cpu=_norm_quantize,
-    cuda=_norm_quantize,
-    fake=_norm_quantize_fake,
-    **NO_GRADIENT,
-)
-operator(
-    f"add_norm_quantize(Tensor x, Tensor residual, {_SUM}, Tensor? input_scale, ScalarType? dtype=None, "
-    "Tensor? gate=None) -> (Tensor, Tensor, Tensor)",
-    cpu=_add_norm_quantize,
-    cuda=_add_norm_quantize,
-    fake=_add_norm_quantize_fake,
-    setup_context=_sum_setup,
-    backward=_sum_backward,
-)
-operator(
-    f"add_norm(Tensor x, Tensor? residual, {_SUM}, Tensor? gate=None) -> (Tensor, Tensor)",
-    cpu=_add_norm,
-    cuda=_add_norm,
-    fake=_add_norm_fake,
-    setup_context=_sum_setup,
-    backward=_sum_backward,
-)
-operator(
-    "post_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str norm, float eps) -> Tensor",
-    cpu=_post_norm,
-    cuda=_post_norm,
-    fake=_post_norm_fake,
-    setup_context=_post_setup,
-    backward=_post_backward,
-)
-operator(
-    "post_norm_quantize(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str norm, float eps, "
-    "Tensor? input_scale, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
-    cpu=_post_norm_quantize,
-    cuda=_post_norm_quantize,
-    fake=_post_norm_quantize_fake,
-    setup_context=_post_setup,
-    backward=_post_backward,
-)
+def _declare(name: str, tensors: str, compute: Callable[..., Any], **gradients: Any) -> None:
+    """Declares the operator ``name``: of ``tensors``, the fields of a norm, for rows two more, for sums a gate.
+
+    ``compute``: takes the norm as one value, like the functions of ``dispatch``.
+    """
+    names = [each.split()[-1] for each in tensors.split(", ")]
+    count, end = len(names), len(names) + 2
+    outputs = [place is not None for place in _OUTPUTS[name]]
+    rows = ", Tensor? input_scale, ScalarType? dtype=None" if outputs[2] else ""
+    gate = ", Tensor? gate=None" if name.startswith("add_") else ""
+    returned = ", ".join(["Tensor"] * sum(outputs))
+
+    def rest(arguments: tuple[Any, ...]) -> dict[str, Any]:
+        """What follows the norm; PyTorch leaves out the last ones that are None."""
+        given = dict(zip((*(("input_scale", "dtype") if rows else ()), "gate"), arguments[end:], strict=False))
+        return {each: value for each, value in given.items() if value is not None}
+
+    def run(*arguments: Any) -> Any:
+        return compute(*arguments[:count], Norm(*arguments[count:end]), **rest(arguments))
+
+    def fake(*arguments: Any) -> Any:
+        x, given = arguments[0], dict(zip(names, arguments, strict=False))
+        residual, branch_weight, weight, bias = (given.get(each) for each in _OPERANDS)
+        norm, others = Norm(*arguments[count:end]), rest(arguments)
+        checks.check_norm(name, x, residual, branch_weight, weight, bias, norm, **others)
+        adds = residual is not None or branch_weight is not None or "gate" in others
+        made = (
+            x.new_empty(x.shape if adds else 0),
+            x.new_empty(0 if weight is None else x.shape),
+            x.new_empty(x.shape, dtype=others.get("dtype", INT8.storage)),
+            x.new_empty(x.shape[:-1], dtype=torch.float32),
+        )
+        out = tuple(each for each, is_output in zip(made, outputs, strict=True) if is_output)
+        return out if len(out) > 1 else out[0]
+
+    schema = (
+        f"{name}({tensors}, str norm, float eps{rows}{gate}) -> {f'({returned})' if sum(outputs) > 1 else returned}"
+    )
+    operator(schema, compute=run, fake=fake, **gradients)
+
+
+def _add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    total, normed = dispatch.add_norm(x, residual, branch_weight, weight, bias, norm, gate)
+    adds = residual is not None or branch_weight is not None or gate is not None
+    return total if adds else x.new_empty(0), x.new_empty(0) if weight is None else normed
+
+
+_WEIGHTS = "Tensor? branch_weight, Tensor? weight, Tensor? bias"
+_OF_SUM = {"setup_context": _sum_setup, "backward": _sum_backward}
+_OF_POST = {"setup_context": _post_setup, "backward": _post_backward}
+_POST = "Tensor x, Tensor residual, Tensor weight, Tensor? bias"
+_declare("norm_quantize", "Tensor x, Tensor weight, Tensor? bias", dispatch.norm_quantize, **NO_GRADIENT)
+_declare("add_norm_quantize", f"Tensor x, Tensor residual, {_WEIGHTS}", dispatch.add_norm_quantize, **_OF_SUM)
+_declare("add_norm", f"Tensor x, Tensor? residual, {_WEIGHTS}", _add_norm, **_OF_SUM)
+_declare("post_norm", _POST, dispatch.post_norm, **_OF_POST)
+_declare("post_norm_quantize", _POST, dispatch.post_norm_quantize, **_OF_POST)

@@ -27,8 +27,7 @@ def _fake(check: Callable[..., None], dtype: torch.dtype | None = None) -> Calla
 
 operator(
     "int_mm(Tensor a, Tensor b) -> Tensor",
-    cpu=dispatch.int_mm,
-    cuda=dispatch.int_mm,
+    compute=dispatch.int_mm,
     fake=_fake(checks.check_int_mm, torch.int32),
 )
 
@@ -78,8 +77,7 @@ def _scaled_mm_jvp(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
 
 operator(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
-    cpu=dispatch.scaled_mm,
-    cuda=dispatch.scaled_mm,
+    compute=dispatch.scaled_mm,
     fake=_fake(checks.check_scaled_mm),
     setup_context=_scaled_mm_setup,
     backward=_scaled_mm_backward,
@@ -131,8 +129,7 @@ def _matmul_jvp(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
 
 operator(
     "matmul(Tensor a, Tensor b, Tensor? bias, str? activation, ScalarType? out_dtype) -> Tensor",
-    cpu=dispatch.matmul,
-    cuda=dispatch.matmul,
+    compute=dispatch.matmul,
     fake=_fake(checks.check_matmul),
     setup_context=_matmul_setup,
     backward=_matmul_backward,

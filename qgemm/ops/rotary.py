@@ -86,15 +86,13 @@ def _angles_fake(
 operator(
     "rotary_angles(Tensor positions, Tensor frequencies, float scale, str layout, ScalarType dtype) -> "
     "(Tensor, Tensor)",
-    cpu=dispatch.rotary_angles,
-    cuda=dispatch.rotary_angles,
+    compute=dispatch.rotary_angles,
     fake=_angles_fake,
 )
 
 operator(
     f"rotate({_ROTATE} str values='plain', bool gated=False) -> (Tensor, Tensor, Tensor)",
-    cpu=_rotate,
-    cuda=_rotate,
+    compute=_rotate,
     fake=_rotate_fake,
     setup_context=_rotate_setup,
     backward=_rotate_backward,
@@ -103,15 +101,13 @@ operator(
 
 operator(
     f"rotate_and_store({_ROTATE} str values, bool gated, {_CACHE}) -> Tensor",
-    cpu=_rotate_and_store,
-    cuda=_rotate_and_store,
+    compute=_rotate_and_store,
     fake=_rotate_and_store_fake,
     **NO_GRADIENT,
 )
 
 operator(
     f"store_key_value(Tensor key, Tensor value, {_CACHE}) -> ()",
-    cpu=_store_key_value,
-    cuda=_store_key_value,
+    compute=_store_key_value,
     fake=_store_key_value_fake,
 )

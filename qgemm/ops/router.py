@@ -58,8 +58,7 @@ def _backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor, _: Any) -> tuple
 operator(
     "route(Tensor logits, Tensor? bias, int top_k, str kind, bool normalized, bool in_float, float scale, float floor, "
     "int groups, int kept_groups, float offset=0.0, bool rounded=False, float margin=0.0) -> (Tensor, Tensor)",
-    cpu=_route,
-    cuda=_route,
+    compute=_route,
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,

@@ -64,24 +64,17 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     return out
 
 
-def _quantize_rows(
-    x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    return dispatch.quantize_rows(x, scale, zero_point, dtype or INT8.storage)
-
-
+# PyTorch leaves out arguments that have their default at the end of a call, so a dtype of None never comes.
 def _quantize_rows_fake(
-    x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, dtype: torch.dtype | None = None
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
-    dtype = dtype or INT8.storage
     checks.check_quantize_rows(x, scale, zero_point, dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 operator(
     "quantize_rows(Tensor x, Tensor? scale, Tensor? zero_point=None, ScalarType? dtype=None) -> (Tensor, Tensor)",
-    cpu=_quantize_rows,
-    cuda=_quantize_rows,
+    compute=dispatch.quantize_rows,
     fake=_quantize_rows_fake,
     **NO_GRADIENT,  # rounding has no useful one; quant_linear treats it as the identity
 )
@@ -95,23 +88,15 @@ def _quantize_groups_fake(x: Tensor) -> tuple[Tensor, Tensor]:
 
 operator(
     "quantize_groups(Tensor x) -> (Tensor, Tensor)",
-    cpu=dispatch.quantize_groups,
-    cuda=dispatch.quantize_groups,
+    compute=dispatch.quantize_groups,
     fake=_quantize_groups_fake,
     **NO_GRADIENT,
 )
 
 
-def _activation_quantize(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    return dispatch.activation_quantize(x, activation, gated, input_scale, dtype or INT8.storage)
-
-
 def _activation_quantize_fake(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None, dtype: torch.dtype | None = None
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
-    dtype = dtype or INT8.storage
     checks.check_activation_quantize(x, activation, gated, input_scale, dtype)
     columns = x.shape[-1] // 2 if gated else x.shape[-1]
     q = x.new_empty((*x.shape[:-1], columns), dtype=dtype)
@@ -121,8 +106,7 @@ def _activation_quantize_fake(
 operator(
     "activation_quantize(Tensor x, str activation, bool gated, Tensor? input_scale, ScalarType? dtype=None) -> "
     "(Tensor, Tensor)",
-    cpu=_activation_quantize,
-    cuda=_activation_quantize,
+    compute=dispatch.activation_quantize,
     fake=_activation_quantize_fake,
     **NO_GRADIENT,
 )
@@ -146,8 +130,7 @@ def _activate_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tupl
 
 operator(
     "activate(Tensor x, str activation, bool gated) -> Tensor",
-    cpu=dispatch.activate,
-    cuda=dispatch.activate,
+    compute=dispatch.activate,
     fake=_activate_fake,
     setup_context=_activate_setup,
     backward=_activate_backward,
@@ -155,8 +138,7 @@ operator(
 
 operator(
     "hadamard(Tensor x) -> Tensor",
-    cpu=hadamard,
-    cuda=hadamard,
+    compute=hadamard,
     fake=lambda x: x.new_empty(x.shape),
     # The matrix is symmetric.
     backward=lambda ctx, wanted, grad: (torch.ops.qgemm.hadamard(grad),),

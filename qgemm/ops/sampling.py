@@ -15,7 +15,6 @@ def _choose_tokens(*arguments: Any) -> None:
 operator(
     "choose_tokens(Tensor scores, Tensor(a!) token, Tensor(b!) rows, Tensor(c!) counters, Tensor(d!) finished, "
     "Tensor? ends, int? padding, int minimum) -> ()",
-    cpu=_choose_tokens,
-    cuda=_choose_tokens,
+    compute=_choose_tokens,
     fake=lambda *arguments: check_choose_tokens(Choice(*arguments)),
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qgemm.kernels.asymmetric import quant_linear_asymmetric
+from qgemm.kernels.dispatch import quant_linear_asymmetric
 from qgemm.kernels.reference import quantize_rows_reference
 from qgemm.numerics.zero_points import correction
 

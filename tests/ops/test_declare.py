@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import asymmetric, dispatch
+from qgemm.kernels import dispatch
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary import dispatch as rotary
 from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
@@ -159,7 +159,7 @@ def function_of(variant: str) -> Any:
         "rotary_angles": rotary.rotary_angles,
         "rotate": lambda *a: rotary.rotate(RotaryCall(*a)),
         "rotate_and_store": lambda *a: rotary.rotate_and_store(RotaryCall(*a[:12]), KeyValueStore(*a[12:])),
-        "quant_linear_asymmetric": asymmetric.quant_linear_asymmetric,
+        "quant_linear_asymmetric": dispatch.quant_linear_asymmetric,
         "norm_quantize": lambda *a: dispatch.norm_quantize(*a[:3], Norm(*a[3:5]), *a[5:]),
         "add_norm_quantize": lambda *a: dispatch.add_norm_quantize(
             *a[:5], Norm(*a[5:7]), a[7], (a[8] if len(a) > 8 else None) or torch.int8, *a[9:]

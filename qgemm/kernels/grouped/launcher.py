@@ -118,37 +118,25 @@ def product_launch(
     """
     limits = device_limits(device)
     tiles = max_tiles(T, G, config.block_m) * cdiv(N, config.block_n)
-    slots = limits.num_sms * programs_per_sm(config, 1, limits)
     if config.schedule == "specialized":
-        # A program takes all registers of an SM.
-        return _hopper_launch(T, G, N, K, out_dtype, config, min(tiles, limits.num_sms), dtype, blocks)
+        from qgemm.kernels.grouped.hopper_kernels import _grouped_hopper_kernel
+        from qgemm.kernels.stages.ring import PANEL, block_layout
+
+        rows, cols, part, panel = config.block_m, config.block_n, ROWS_AT_A_TIME, PANEL.value
+        maps = {
+            0: TensorMap((T, K), (K, 1), (part, panel), block_layout((part, panel), dtype)),
+            1: TensorMap((G * N, K), (K, 1), (cols, panel), block_layout((cols, panel), dtype)),
+            2: TensorMap((T, N), (N, 1), (rows, cols), block_layout((rows, cols), out_dtype)),
+        }
+        grid = min(tiles, limits.num_sms)  # a program takes all registers of an SM
+        return Launch(
+            _grouped_hopper_kernel, grid, (N, K), (config, grid, blocks), config.num_warps, pdl=True, maps=maps
+        )
     persistent = config.schedule == "persistent"
     decodes = dtype == FP8.storage and not limits.multiplies_fp8
     constants = (
         config, K % config.block_k == 0, persistent, limits.pdl, dtype == INT8.storage, decodes, blocks,
     )  # fmt: skip
+    slots = limits.num_sms * programs_per_sm(config, 1, limits)
     grid = min(tiles, slots) if persistent else tiles
     return Launch(_grouped_gemm_kernel, grid, (N, K), constants, config.num_warps, config.num_stages, limits.pdl)
-
-
-def _hopper_launch(
-    T: int,
-    G: int,
-    N: int,
-    K: int,
-    out_dtype: torch.dtype,
-    config: GemmConfig,
-    grid: int,
-    dtype: torch.dtype,
-    blocks: bool,
-) -> Launch:
-    from qgemm.kernels.grouped.hopper_kernels import _grouped_hopper_kernel
-    from qgemm.kernels.stages.ring import PANEL, block_layout
-
-    rows, cols, part, panel = config.block_m, config.block_n, ROWS_AT_A_TIME, PANEL.value
-    maps = {
-        0: TensorMap((T, K), (K, 1), (part, panel), block_layout((part, panel), dtype)),
-        1: TensorMap((G * N, K), (K, 1), (cols, panel), block_layout((cols, panel), dtype)),
-        2: TensorMap((T, N), (N, 1), (rows, cols), block_layout((rows, cols), out_dtype)),
-    }
-    return Launch(_grouped_hopper_kernel, grid, (N, K), (config, grid, blocks), config.num_warps, pdl=True, maps=maps)

@@ -53,7 +53,7 @@ def add_norm_quantize(
     if not _is_held(x):
         total, normed = _add_norm_by_torch(x, residual, (branch_weight, gate, weight, bias), norm)
         return total, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
-    total, (q, row_scale) = _empty_like(x), _empty_rows(x, dtype)
+    total, (q, row_scale) = x.new_empty(x.shape), _empty_rows(x, dtype)
     _run(x, residual, (branch_weight, gate, weight, bias), norm, (total, None, q, row_scale), input_scale)
     return total, q, row_scale
 
@@ -71,8 +71,8 @@ def add_norm(
     vectors = branch_weight, gate, weight, bias
     if not _is_held(x):
         return _add_norm_by_torch(x, residual, vectors, norm)
-    total = None if residual is None and branch_weight is None and gate is None else _empty_like(x)
-    normed = None if weight is None else _empty_like(x)
+    total = None if residual is None and branch_weight is None and gate is None else x.new_empty(x.shape)
+    normed = None if weight is None else x.new_empty(x.shape)
     if total is not None or normed is not None:
         _run(x, residual, vectors, norm, (total, normed, None, None), None)
     total = x if total is None else total
@@ -89,7 +89,7 @@ def post_norm(
     """``dispatch.post_norm`` on a GPU."""
     if not _is_held(x):
         return _add_norm_by_torch(x, residual, (None, None, weight, bias), norm)[1]
-    normed = _empty_like(x)
+    normed = x.new_empty(x.shape)
     _run(x, residual, (None, None, weight, bias), norm, (None, normed, None, None), None)
     return normed
 
@@ -107,7 +107,7 @@ def post_norm_quantize(
     if not _is_held(x):
         normed = post_norm(x, residual, weight, bias, norm)
         return normed, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
-    normed, (q, row_scale) = _empty_like(x), _empty_rows(x, dtype)
+    normed, (q, row_scale) = x.new_empty(x.shape), _empty_rows(x, dtype)
     _run(x, residual, (None, None, weight, bias), norm, (None, normed, q, row_scale), input_scale)
     return normed, q, row_scale
 
@@ -125,10 +125,6 @@ def _add_norm_by_torch(x: Tensor, residual: Tensor | None, vectors: Vectors, nor
     if residual is not None:
         total = residual + total
     return total, total if weight is None else norm(total, weight, bias)
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _empty_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -166,17 +162,18 @@ def find_launch(
     dtype = INT8.storage if q is None else q.dtype
     kind = (
         _run, rows.shape, rows.stride(), rows.dtype, rows.device, None if residuals is None else residuals.stride(),
-        *[each is None for each in (*vectors, *outputs, scale)], samples_of(weight), samples_of(gate), norm, dtype,
+        *[each is None for each in (*vectors, *outputs, scale)], _samples_of(weight),
+        _samples_of(gate), norm, dtype,
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        launch = plans.keep(kind, _make_launch(rows, residuals, samples_of(weight), samples_of(gate), norm, dtype))
+        launch = plans.keep(kind, _make_launch(rows, residuals, _samples_of(weight), _samples_of(gate), norm, dtype))
     # The kernel gets fp8 as bytes.
     q = None if q is None else q.view(torch.int8)
     return launch, (rows, residuals, *vectors, total, normed, q, row_scale, scale)
 
 
-def samples_of(vectors: Tensor | None) -> int:
+def _samples_of(vectors: Tensor | None) -> int:
     """How many samples have vectors of their own; 0 if all have the same, or none."""
     return 0 if vectors is None or vectors.ndim == 1 else vectors.shape[0]
 

@@ -1,7 +1,5 @@
 """The choice of a step's tokens, wherever the tensors are; as ``dispatch.py``."""
 
-from typing import Any
-
 import torch
 
 from qgemm.kernels.checks import on_gpu
@@ -17,14 +15,9 @@ def choose_tokens(choice: Choice) -> None:
     """
     check_choose_tokens(choice)
     if on_gpu(choice.scores):
-        _launcher().choose_tokens(choice)
+        from qgemm.kernels.sampling import launcher  # imports Triton
+
+        launcher.choose_tokens(choice)
         return
     with torch.no_grad():
         choose_tokens_reference(choice)
-
-
-def _launcher() -> Any:
-    """The launcher, imported only when it's needed: it imports Triton."""
-    from qgemm.kernels.sampling import launcher
-
-    return launcher

@@ -81,7 +81,8 @@ def weight_only_linear(
     plan: Plan | None = plans.get(kind)
     if plan is None:
         plan = plans.keep(kind, _make_plan(rows, values, scale, zero_point, added, format, group_size, aligned))
-    if recallable and plan.reads_any_input() and rows.data_ptr() == x.data_ptr():
+    # Not where a float weight is made for the call.
+    if recallable and plan.product is not None and plan.made is None and rows.data_ptr() == x.data_ptr():
         as_given = values is weight.values and scale is weight.scale and bias is weight.bias
         as_given = as_given and zero_point is weight.zero_point
         if as_given and (residual is None or residual.is_contiguous()):
@@ -176,7 +177,7 @@ class Plan:
                 given = *given, _empty(x, (self.partial,), torch.float32), _counts(x)
             elif self.may_share:
                 given = *given, None, None
-            product(x, self.stored(weight), *given[2:])
+            product(x, weight if self.words is None else weight.view(self.words), *given[2:])
         return out
 
     def _run_by_driver(self, launch: DriverLaunch, x: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
@@ -198,14 +199,6 @@ class Plan:
             kept = memory.stream_buffer(device, stream, memory.COUNTS_BYTES + 4 * self.partial).data_ptr()
             launch(stream, (*addresses, kept + memory.COUNTS_BYTES, kept))
         return True
-
-    def stored(self, weight: Tensor) -> Tensor:
-        """The weight, viewed as the product reads it."""
-        return weight if self.words is None else weight.view(self.words)
-
-    def reads_any_input(self) -> bool:
-        """Whether calls of the kind may be recalled: those of a kernel that reads the stored weight."""
-        return self.product is not None and self.made is None
 
     def recalled(self, rows: tuple[int, ...], out_shape: tuple[int, ...]) -> Run:
         """A function for calls of the kind. It views x as ``rows``, and returns None if an argument isn't aligned."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from qgemm.kernels.launch.device import DeviceLimits
-from qgemm.kernels.launch.memory import COUNTS_BYTES
+from qgemm.kernels.launch.memory import CACHE_LINE_BYTES, COUNTS_BYTES
 from qgemm.kernels.weight_only.config import COUNTS_IN_A_WORD, Shareable
-from qgemm.numerics.integers import cdiv
+from qgemm.numerics.integers import cdiv, round_up
 from qgemm.numerics.packing import HALF
 
 BLOCK = 256  # values along K in 128 bytes of a packed row
@@ -52,6 +52,11 @@ class Sizes(NamedTuple):
     def step(self) -> int:
         """The number of bytes of a row in a column of blocks."""
         return self.group or HALF
+
+    @property
+    def partial_at(self) -> int:
+        """Where partial sums begin, behind the scales of rows, counted in floats."""
+        return round_up(self.M, CACHE_LINE_BYTES // 4)
 
 
 @dataclass(frozen=True)

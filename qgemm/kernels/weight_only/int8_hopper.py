@@ -81,27 +81,26 @@ def many_in_one_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -
     return is_small and rows <= MAX_ROWS_PER_PROGRAM and config.leaves_row_counts
 
 
-def many_launch(config: Int8Config, sizes: Sizes, dtype: torch.dtype, partial_at: int, limits: DeviceLimits) -> Launch:
-    """As ``few_launch``, called with counts, too. ``partial_at``: where partial sums are, behind the rows' scale."""
+def many_launch(config: Int8Config, sizes: Sizes, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
+    """As ``few_launch``, called with counts, too."""
     beside = _has_room_beside(config, sizes.group)
     registers = MULTIPLYING_REGISTERS_BESIDE if beside else MULTIPLYING_REGISTERS[config.consumers]
     return Launch(
         _int4_int8_many_kernel, config.grid(config.tiles(sizes.M, sizes.N), limits.num_sms),
-        _many_numbers(config, sizes, partial_at), _many_constants(config, sizes, registers), 4, pdl=True,
+        _many_numbers(config, sizes), _many_constants(config, sizes, registers), 4, pdl=True,
         maps=dict(enumerate(_maps(config, sizes, dtype))), max_registers=REGISTERS_BESIDE[8] if beside else None,
     )  # fmt: skip
 
 
 def many_layer_launch(
-    config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], dtype: torch.dtype, partial_at: int,
-    limits: DeviceLimits,
-) -> Launch:  # fmt: skip
-    """As ``layer_launch``, with the steps of scales ahead of the bias. ``partial_at``: as in ``many_launch``."""
+    config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], dtype: torch.dtype, limits: DeviceLimits
+) -> Launch:
+    """As ``layer_launch``, with the steps of scales ahead of the bias."""
     rows, weight, out = _maps(config, sizes, dtype)
     constants = _many_constants(config, sizes, QUANTIZING_REGISTERS[config.consumers])
     return Launch(
         _int4_int8_many_layer_kernel, config.grid(config.tiles(sizes.M, sizes.N), limits.num_sms),
-        (*_many_numbers(config, sizes, partial_at), *x_strides), (_row(sizes.K, 4, 32), *constants), 4, pdl=True,
+        (*_many_numbers(config, sizes), *x_strides), (_row(sizes.K, 4, 32), *constants), 4, pdl=True,
         maps={10: rows, 3: weight, 4: out},
     )  # fmt: skip
 
@@ -122,9 +121,9 @@ def _maps(config: Int8Config, sizes: Sizes, dtype: torch.dtype) -> tuple[TensorM
     )
 
 
-def _many_numbers(config: Int8Config, sizes: Sizes, partial_at: int) -> tuple[int, ...]:
+def _many_numbers(config: Int8Config, sizes: Sizes) -> tuple[int, ...]:
     M, N, K, G, _ = sizes
-    return M, N, K, G, config.tiles(M, N) - config.shared, config.sharers, partial_at
+    return M, N, K, G, config.tiles(M, N) - config.shared, config.sharers, sizes.partial_at
 
 
 def _many_constants(config: Int8Config, sizes: Sizes, registers: int) -> tuple[Any, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,27 +75,6 @@ def weight_only_linear(
     return out
 
 
-class Workspace(NamedTuple):
-    """The layout of a call's buffer behind its ``COUNTS_BYTES`` of zeros: quantized rows, then floats."""
-
-    q_bytes: int
-    partial_at: int
-    """Where partial sums begin, behind the rows' scales, counted in floats."""
-    floats: int
-
-    @property
-    def size(self) -> int:
-        """The size of the whole buffer in bytes."""
-        return COUNTS_BYTES + self.q_bytes + 4 * self.floats
-
-
-def _workspace(M: int, K: int, config: Int8Config | None) -> Workspace:
-    at = round_up(M, CACHE_LINE_BYTES // 4)
-    # A block of K may extend beyond the last row; its weights there are 0.
-    q_bytes = round_up(M * K + BLOCK, CACHE_LINE_BYTES)
-    return Workspace(q_bytes, at, at + (0 if config is None else config.partial_sums(config.rows, config.cols)))
-
-
 def _make_plan(x: Tensor, weight: ScaledWeight, has_residual: bool, config: Int8Config | None = None) -> LinearPlan:
     values, scale, zero_point, _, _, bias, K, _, group_size, _, step = weight
     N, M = values.shape[0], math.prod(x.shape[:-1])
@@ -105,23 +83,22 @@ def _make_plan(x: Tensor, weight: ScaledWeight, has_residual: bool, config: Int8
     select = partial(select_config, M, N, K, group, limits, step is not None)
     if config is None and limits.hopper and _takes_hopper(N, K, group, values, zero_point is None, x.dtype):
         config = select()
-    two = one = _plan(device, _workspace(M, K, config), M, K, ())
+    sizes = Sizes(M, N, K, scale.shape[1], group)
+    two = one = _plan(device, sizes, config)
     is_one = is_row = False
     unshared = None
     if out.numel():
         names = _names(zero_point is not None, step is not None, bias is not None, has_residual)
-        G = scale.shape[1]
         if config is None:
             first = quantize.plan_quantization(rows, None, next_early=M <= MAX_ROWS_TO_OVERLAP)
             steps = (
                 names.step(first, "x", "q", "q_scale", "none", "none"),
-                names.step(_launch(M, N, K, G, group or K, limits), *PRODUCT),
+                names.step(_launch(sizes, limits), *PRODUCT),
             )
             two = replace(two, steps=steps)
         else:
             from qgemm.kernels.weight_only import int8_hopper as hopper
 
-            sizes = Sizes(M, N, K, G, group)
             two = _two_launches(names, rows, sizes, config, limits)
             is_one = config.warps > 0 or hopper.many_in_one_launch(config, sizes, limits)
             is_row = config.warps > 0 and M == 1 and K <= MAX_OWN_ROW
@@ -147,13 +124,17 @@ def _make_plan(x: Tensor, weight: ScaledWeight, has_residual: bool, config: Int8
     )
 
 
-def _plan(device: int | None, space: Workspace, M: int, K: int, steps: tuple[Step, ...]) -> LaunchPlan:
+def _plan(device: int | None, sizes: Sizes, config: Int8Config | None, steps: tuple[Step, ...] = ()) -> LaunchPlan:
+    """A plan whose buffer has zeros to count in first, then the quantized rows, then their scales and partial sums."""
+    # A block of K may extend beyond the last row; its weights there are 0.
+    q_bytes = round_up(sizes.M * sizes.K + BLOCK, CACHE_LINE_BYTES)
+    floats = sizes.partial_at + (0 if config is None else config.partial_sums(config.rows, config.cols))
     parts = (
         Part(0, (COUNTS_BYTES // 4,), torch.int32),
-        Part(COUNTS_BYTES, (M, K), torch.int8),
-        Part(COUNTS_BYTES + space.q_bytes, (space.floats,), torch.float32),
+        Part(COUNTS_BYTES, (sizes.M, sizes.K), torch.int8),
+        Part(COUNTS_BYTES + q_bytes, (floats,), torch.float32),
     )
-    return LaunchPlan(device, space.size, parts, steps)
+    return LaunchPlan(device, COUNTS_BYTES + q_bytes + 4 * floats, parts, steps)
 
 
 def _names(has_zeros: bool, has_steps: bool, has_bias: bool, has_residual: bool) -> Names:
@@ -188,17 +169,15 @@ def _takes_hopper(N: int, K: int, group: int, weight: Tensor, symmetric: bool, d
 def _two_launches(names: Names, rows: Tensor, sizes: Sizes, config: Int8Config, limits: DeviceLimits) -> LaunchPlan:
     from qgemm.kernels.weight_only import int8_hopper as hopper
 
-    M, K = rows.shape
-    space = _workspace(M, K, config)
-    plain = quantize.plan_quantization(rows, None, next_early=hopper.starts_early(M))
+    plain = quantize.plan_quantization(rows, None, next_early=hopper.starts_early(sizes.M))
     first = names.step(plain, "x", "q", "q_scale", "none", "none")
     if config.warps:
         second = names.step(hopper.few_launch(config, sizes, limits), *PRODUCT)
     else:
-        product = hopper.many_launch(config, sizes, rows.dtype, space.partial_at, limits)
+        product = hopper.many_launch(config, sizes, rows.dtype, limits)
         step, counts = "step" if config.multiplies else "none", "counts" if config.shared else "none"
         second = names.step(product, *PRODUCT[:-2], step, *PRODUCT[-2:], counts)
-    return _plan(rows.device.index, space, M, K, (first, second))
+    return _plan(rows.device.index, sizes, config, (first, second))
 
 
 def _one_launch(
@@ -209,15 +188,16 @@ def _one_launch(
     if is_row:
         return names.step(hopper.row_launch(config, sizes, rows.stride(1), limits), *ROW)
     if not config.warps:
-        partial_at = _workspace(sizes.M, sizes.K, config).partial_at
-        launch = hopper.many_layer_launch(config, sizes, rows.stride(), rows.dtype, partial_at, limits)
+        launch = hopper.many_layer_launch(config, sizes, rows.stride(), rows.dtype, limits)
         step = "step" if config.multiplies else "none"
         return names.step(launch, *(step if each == "step" else each for each in MANY_LAYER))
     return names.step(hopper.layer_launch(config, sizes, rows.stride(), limits), *LAYER)
 
 
-def _launch(M: int, N: int, K: int, G: int, group: int, limits: DeviceLimits) -> Launch:
+def _launch(sizes: Sizes, limits: DeviceLimits) -> Launch:
     """The product by the kernel for every GPU."""
+    M, N, K, G, group = sizes
+    group = group or K
     block_m, block_n = min(max(next_power_of_2(M), 16), 64), 64
     step = 64 if G == 1 else max(math.gcd(group, 64), MIN_STEP)
     numbers = (M, N, K, G, cdiv(K, BLOCK) * HALF, group)
