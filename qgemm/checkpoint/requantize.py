@@ -231,20 +231,16 @@ def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
     bias = layer.float_bias()
     dtype = torch.float32 if bias is None else bias.dtype
     made = meta_linear(scheme, layer.in_features, layer.out_features, bias is not None, dtype)
-    if (kept := _kept(layer, made)) is not None:
-        for leaf, value in kept.items():
-            setattr(made, leaf, frozen(value))
-        made.take_bias(None if bias is None else bias.detach())
-        made.settle()
-        return made.train(layer.training)
-    step = _rows_at_a_time(layer, made)
-    amax = None
-    if made.needs_amax:
-        amax = torch.stack([largest(rows) for rows in _rows(layer, step)]).amax()
-    made.start_rows(next(layer.parameters()).device, amax)
-    pieces = [made.convert_rows(rows) for rows in _rows(layer, step)]
-    for leaf in list(pieces[0]):
-        setattr(made, leaf, frozen(torch.cat([piece.pop(leaf) for piece in pieces])))
+    if (values := _kept(layer, made)) is None:
+        step = _rows_at_a_time(layer, made)
+        amax = None
+        if made.needs_amax:
+            amax = torch.stack([largest(rows) for rows in _rows(layer, step)]).amax()
+        made.start_rows(next(layer.parameters()).device, amax)
+        pieces = [made.convert_rows(rows) for rows in _rows(layer, step)]
+        values = {leaf: torch.cat([piece.pop(leaf) for piece in pieces]) for leaf in list(pieces[0])}
+    for leaf, value in values.items():
+        setattr(made, leaf, frozen(value))
     made.take_bias(None if bias is None else bias.detach())
     made.settle()
     return made.train(layer.training)
