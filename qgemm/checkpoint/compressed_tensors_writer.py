@@ -174,7 +174,8 @@ def _tensors_of(scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tens
             fields = (zero_point.detach().to(torch.int16) + middle).to(torch.uint8)
             made["weight_zero_point"] = pack_words(fields.t().contiguous(), bits).t().contiguous()
     else:
-        made["weight"] = unpack_int4(weight, K) if scheme.weight.dtype == "int4" else weight
+        is_int4 = scheme.weight.dtype == "int4"
+        made["weight"] = (unpack_codes(weight, K) ^ 8).view(torch.int8) - 8 if is_int4 else weight
         if zero_point is not None:
             made["weight_zero_point"] = zero_point.detach()
     return made
@@ -184,11 +185,6 @@ def _unfolded_bias(own: dict[str, Tensor]) -> Tensor:
     """The float layer's bias, restored from one from which the zero point's contribution was subtracted."""
     names = "weight", "weight_scale", "input_scale", "input_zero_point"
     return (own["bias"].detach().double() + correction(*(own[name].detach() for name in names))).float()
-
-
-def unpack_int4(packed: Tensor, K: int) -> Tensor:
-    """The values of a packed weight, int8 ``[N, K]``, -8 to 7."""
-    return (unpack_codes(packed, K) ^ 8).view(torch.int8) - 8
 
 
 def _conv1d_names(model: nn.Module, layers: dict[str, QuantLayer]) -> list[str]:
