@@ -40,8 +40,7 @@ def tensors_for_others(
             "them: its from_pretrained would fill experts with random numbers. qgemm.load_quantized reads them. For "
             'from_pretrained, save the model with format="qgemm"'
         )
-    known_ties = getattr(model, "all_tied_weights_keys", None)
-    known = dict(known_ties) if isinstance(known_ties, dict) else {}
+    known = getattr(model, "all_tied_weights_keys", None) or {}
     # A layer with two names is written under both: transformers ties its weight and bias, but no scale.
     twice = {alias for alias in ties if isinstance(find_module(model, split_name(alias)[0]), QuantLayer)}
     left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name} - twice

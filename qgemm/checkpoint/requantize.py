@@ -139,7 +139,15 @@ def _converted_layer(layer: QuantLayer, scheme: QuantScheme) -> QuantLayer:
         return in_scheme(layer, scheme)
     assert isinstance(layer, QuantExperts)
     made = layer.like_in(scheme)
-    values = _converted(layer, scheme)
+    values: dict[str, Tensor] = dict(layer.named_parameters(recurse=False))
+    for weight in layer.weight_names:
+        stacked: dict[str, list[Tensor]] = {}
+        for expert in range(layer.num_experts):
+            one = in_scheme(layer.linear_of(weight, expert), scheme)
+            for leaf, parameter in one.named_parameters(recurse=False):
+                stacked.setdefault(leaf, []).append(parameter.detach())
+        for leaf, parts in stacked.items():
+            values[f"{weight}_bias" if leaf == "bias" else weight + leaf.removeprefix("weight")] = torch.stack(parts)
     for leaf, _ in list(made.named_parameters(recurse=False)):
         setattr(made, leaf, frozen(values[leaf]))
     return made
@@ -180,9 +188,9 @@ def _note(
 ) -> None:
     def convert(values: dict[str, Tensor]) -> Sequence[Tensor]:
         _take(old, {leaf: values[f"{name}.{leaf}"] for leaf in before})
-        converted = _converted(old, made.scheme)
+        converted = _converted_layer(old, made.scheme)
         old.to("meta")
-        return [converted[leaf] for leaf in after]
+        return [converted.stored(leaf).detach() for leaf in after]
 
     of = [f"{name}.{leaf}" for leaf in before]
     new = {}
@@ -203,24 +211,6 @@ def _take(layer: QuantLayer, values: dict[str, Tensor]) -> None:
         if leaf in layer.fixed_names and (problem := layer.problem_with(leaf, value)):
             raise ValueError(f"{leaf} {problem}")
         setattr(layer, leaf, frozen(value))
-
-
-def _converted(layer: QuantLayer, scheme: QuantScheme) -> dict[str, Tensor]:
-    """The parameters, by name, of a layer with ``scheme`` that stands for the weights of ``layer``."""
-    if isinstance(layer, LinearLayer):
-        made = in_scheme(layer, scheme)
-        return {leaf: parameter.detach() for leaf, parameter in made.named_parameters(recurse=False)}
-    assert isinstance(layer, QuantExperts)
-    found = {leaf: parameter.detach() for leaf, parameter in layer.named_parameters(recurse=False)}
-    for weight in layer.weight_names:
-        stacked: dict[str, list[Tensor]] = {}
-        for expert in range(layer.num_experts):
-            made = in_scheme(layer.linear_of(weight, expert), scheme)
-            for leaf, parameter in made.named_parameters(recurse=False):
-                stacked.setdefault(leaf, []).append(parameter.detach())
-        for leaf, values in stacked.items():
-            found[f"{weight}_bias" if leaf == "bias" else weight + leaf.removeprefix("weight")] = torch.stack(values)
-    return found
 
 
 def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
