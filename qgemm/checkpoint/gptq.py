@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qgemm.checkpoint.cache_scales import asks_for_cache, leave_to_cache
+from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.packed_layers import Said, read_packed
@@ -47,7 +47,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     if orders:
         _check_has_order(stored)
     contents = read_packed(said, stored, config_path)
-    leave_to_cache(contents, asks_for_cache(quantization))
+    leave_to_cache(contents, quantization)
     return contents
 
 

@@ -54,7 +54,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
             )
         if leaf == "weight_scale":
             _note_layer(contents, layer, _algorithm_of(layer, asked), config_path)
-    leave_to_cache(contents, bool(quantization.get("kv_cache_scheme") or asked.get("kv_cache_quant_algo")))
+    leave_to_cache(contents, {**quantization, **asked})
     return contents
 
 
