@@ -223,25 +223,24 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
     shape: tuple[int, ...] = (N, packed_width(K) if bits == 4 else K)
     dtype = torch.uint8 if bits == 4 else INT8.storage
 
-    def codes_of(words: Tensor) -> Tensor:
-        # q + 8 becomes two's complement of 4 bits, q + 128 two's complement of 8.
-        return unpack_words(words, bits, K) ^ (1 << (bits - 1))
+    def make(words: Tensor, *g_idx: Tensor) -> tuple[Tensor, ...]:
+        order = torch.argsort(g_idx[0], stable=True) if g_idx else None
 
-    def store(codes: Tensor) -> Tensor:
-        return (pack_codes(codes) if bits == 4 else codes.view(INT8.storage)).contiguous()
+        def store(some: Tensor) -> Tensor:
+            # q + 8 becomes two's complement of 4 bits, q + 128 two's complement of 8.
+            codes = unpack_words(some, bits, K) ^ (1 << (bits - 1))
+            codes = codes if order is None else select_columns(codes, order)
+            return (pack_codes(codes) if bits == 4 else codes.view(INT8.storage)).contiguous()
 
-    def in_order(words: Tensor, g_idx: Tensor) -> tuple[Tensor, Tensor]:
-        order = torch.argsort(g_idx, stable=True)
-        return by_rows(lambda some: store(select_columns(codes_of(some), order)), words, K), order.to(torch.int32)
+        weight = by_rows(store, words, K)
+        return (weight,) if order is None else (weight, order.to(torch.int32))
 
     sources = [f"{name}.weight_packed"]
     made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {f"{name}.weight": (sources[0], shape, dtype)}
-    if not layer.is_ordered:
-        contents.convert_together(sources, made, lambda words: (by_rows(lambda some: store(codes_of(some)), words, K),))
-    else:
+    if layer.is_ordered:
         sources.append(f"{name}.weight_g_idx")
         made[f"{name}.input_order"] = (sources[1], (K,), torch.int32)
-        contents.convert_together(sources, made, in_order)
+    contents.convert_together(sources, made, make)
     note_group_scale(contents, layer, N)
     if not group.weights.symmetric:
         _note_zero_point(contents, layer, bits, N)
