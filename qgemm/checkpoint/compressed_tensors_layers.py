@@ -24,6 +24,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.float_layers import (
     check_scale,
     for_each,
+    note_float_scale,
     note_fp8,
     note_input_scale,
     note_mxfp4,
@@ -137,12 +138,12 @@ def _weight_of(group: Group) -> tuple[str, torch.dtype]:
 
 
 def _problem_with_scale(layer: Layer, group: Group, N: int, K: int) -> str:
-    size = group.weights.group_size or 1
+    of_groups = (N, cdiv(K, max(group.weights.group_size or 1, 1)))
     by_strategy: dict[str, set[tuple[int, ...]]] = {
         "tensor": {(1,), ()},
         "channel": {(N, 1), (N,)},
-        "group": {(N, cdiv(K, max(size, 1)))},
-        "tensor_group": {(N, cdiv(K, max(size, 1)))},
+        "group": {of_groups},
+        "tensor_group": {of_groups},
         "block": {(cdiv(N, BLOCK[0]), cdiv(K, BLOCK[1]))},
     }
     shapes = by_strategy[group.weights.strategy]
@@ -241,7 +242,7 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
         sources.append(f"{name}.weight_g_idx")
         made[f"{name}.input_order"] = (sources[1], (K,), torch.int32)
     contents.convert_together(sources, made, make)
-    note_group_scale(contents, layer, N)
+    note_float_scale(contents, name, N)
     if not group.weights.symmetric:
         _note_zero_point(contents, layer, bits, N)
 
@@ -254,7 +255,7 @@ def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
         names = f"{name}.weight", scale
         note_scaled(contents, names, names, ((N, K), (N,)), lambda value: for_each(value.float(), N))
         return
-    note_group_scale(contents, layer, N)
+    note_float_scale(contents, name, N)
     if group.weights.bits == 4:
 
         def to_codes(values: Tensor) -> Tensor:
@@ -314,16 +315,3 @@ def _groups_of(layer: Layer) -> int:
     """The number of scales in a row."""
     scale = layer.tensors["weight_scale"]
     return scale.shape[1] if len(scale.shape) == 2 else 1
-
-
-def note_group_scale(contents: Contents, layer: Layer, N: int) -> None:
-    """The scales of a layer that computes with any float dtype: unchanged, except for the shape ``[N, groups]``."""
-    scale, name = layer.tensors["weight_scale"], f"{layer.name}.weight_scale"
-    dtype = scale.dtype if scale.dtype in FLOAT_DTYPES[:3] else torch.float32
-    assert dtype is not None
-    if len(scale.shape) == 2 and scale.dtype == dtype:
-        return
-    if len(scale.shape) == 2:
-        contents.convert(name, name, scale.shape, lambda value: value.to(dtype), dtype)
-    else:
-        contents.convert(name, name, (N, 1), lambda value: for_each(value.to(dtype), N)[:, None], dtype)
