@@ -27,7 +27,8 @@ from benchmarks.timing import median_seconds
 from qgemm.kernels import matmul, quantize_rows, scaled_mm
 from qgemm.kernels.dispatch import quantize_groups
 from qgemm.kernels.gemm import launcher
-from qgemm.numerics.blocks import block_scales, dequantize_blocks, round_blocks, spread_groups
+from qgemm.numerics.blocks import BLOCK, block_scales, dequantize_blocks, round_blocks
+from qgemm.numerics.groups import spread
 from qgemm_cli.check import largest_errors
 from qgemm_cli.timing import QUICK, Effort, Pass, copy_count
 
@@ -50,7 +51,7 @@ class Operand(NamedTuple):
         if self.scale.ndim < 2:
             return values * self.scale.double()[..., None]
         if self.scale.shape[0] == values.shape[0]:
-            return values * spread_groups(self.scale, values.shape[1]).double()
+            return values * spread(self.scale, BLOCK, values.shape[1]).double()
         return dequantize_blocks(self.values, self.scale, torch.float32).double()
 
 

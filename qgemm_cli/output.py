@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -116,16 +116,12 @@ def _console() -> Console:
     return console if console.is_terminal else _Output(highlight=False, width=_WIDTH_OF_A_PIPE)
 
 
-class Advance(Protocol):
-    """The function by which a loop reports its progress."""
-
-    def __call__(self, amount: float) -> None:
-        """Reports that ``amount`` more is finished."""
-
-
 @contextmanager
-def progress_bar(title: str, total: float, shown: bool) -> Iterator[Advance]:
-    """Shows a bar on standard error while the block runs, if ``shown`` and if that is a terminal."""
+def progress_bar(title: str, total: float, shown: bool) -> Iterator[Callable[[float], object]]:
+    """Shows a bar on standard error while the block runs, if ``shown`` and if that is a terminal.
+
+    Yields the function that advances it by how much more is finished.
+    """
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

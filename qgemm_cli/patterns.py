@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from qgemm.checkpoint.name_ranges import runs
+
 # Longer numbers aren't positions in a list, and Python refuses to parse those of thousands of digits.
 _NUMBER = re.compile(r"(?<![^.])\d{1,6}(?![^.])")
 
@@ -32,15 +34,9 @@ def collapse(names: Iterable[str]) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """``"{0..3,7}"`` for 0, 1, 2, 3 and 7; a single number as it is."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    if len(runs) == 1 and len(runs[0]) == 1:
-        return str(runs[0][0])
-    return "{" + ",".join("..".join(map(str, run)) for run in runs) + "}"
+    distinct = set(numbers)
+    shown = [str(low) if low == high else f"{low}..{high}" for low, high in runs(distinct)]
+    return shown[0] if len(distinct) == 1 else "{" + ",".join(shown) + "}"
 
 
 def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:

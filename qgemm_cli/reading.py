@@ -107,7 +107,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         checkpoint.stored, damages = _salvage(folder)
         if not checkpoint.stored:
             raise
-        if WEIGHTS_KEY in checkpoint.config or _has_weights(folder):
+        if WEIGHTS_KEY in checkpoint.config or (folder / INDEX_FILE).exists() or (folder / WEIGHTS_FILE).exists():
             checkpoint.problems += [str(error), *(damage for damage in damages if damage != str(error))]
     return checkpoint
 
@@ -127,10 +127,6 @@ def _salvage(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         except CheckpointError as error:
             problems.append(str(error))
     return stored, problems
-
-
-def _has_weights(folder: Path) -> bool:
-    return (folder / INDEX_FILE).exists() or (folder / WEIGHTS_FILE).exists()
 
 
 def _identify(checkpoint: Checkpoint) -> None:

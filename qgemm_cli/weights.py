@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.nn import QuantExperts
+from qgemm.nn import QuantExperts, QuantLayer
 from qgemm.nn.kinds import meta_linear
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.formats import INT8
@@ -140,10 +139,8 @@ class Converted(FloatTensor):
         """Makes the whole weight the first time."""
         if not self._is_read:
             names = {f"{self._name}.{leaf}": leaf for leaf, _ in self._layer.named_parameters(recurse=False)}
-            for target, value in read_converted(self._contents, torch.device("cpu"), only=names):
-                if (leaf := names.get(target.name)) is not None:
-                    self._contents.check_value(target, self._layer, leaf, value)
-                    setattr(self._layer, leaf, frozen(value))
+            for name, value in _read_made(self._contents, names, self._layer).items():
+                setattr(self._layer, names[name], frozen(value))
             self._is_read = True
         layer = self._layer
         rows = layer.restore_rows({leaf: layer.stored(leaf)[start:stop] for leaf in layer.row_names}, torch.float32)
@@ -163,7 +160,7 @@ class Made(FloatTensor):
 
     def _read(self, start: int, stop: int) -> Tensor:
         """Makes the whole tensor the first time."""
-        value = _read_made(self._contents, {self._name})[self._name] if self._value is None else self._value
+        value = _read_made(self._contents, {self._name: ""})[self._name] if self._value is None else self._value
         self._value = None if stop == self.row_count else value
         return value.reshape(self.shape)[start:stop].float()
 
@@ -184,7 +181,7 @@ class ConvertedExperts(FloatTensor):
     def _read(self, start: int, stop: int) -> Tensor:
         """Reads all experts, in stored form, the first time."""
         if not self._is_read:
-            for name, value in _read_made(self._contents, self._names, self._experts.problem_with).items():
+            for name, value in _read_made(self._contents, self._names, self._experts).items():
                 setattr(self._experts, self._names[name], frozen(value))
             self._is_read = True
         linears = (self._experts.linear_of(self._leaf, expert) for expert in range(start, stop))
@@ -196,25 +193,18 @@ class ConvertedExperts(FloatTensor):
         return made
 
 
-def _read_made(
-    contents: Contents,
-    names: Container[str],
-    find_problem: Callable[[str, Tensor], str] = lambda leaf, value: "",
-) -> dict[str, Tensor]:
-    """The model's tensors ``names``, put together from what conversions make."""
-    whole: dict[str, Tensor] = {}
+def _read_made(contents: Contents, names: dict[str, str], layer: QuantLayer | None = None) -> dict[str, Tensor]:
+    """The model's tensors ``names``, put together from what conversions make; checked if they are a ``layer``'s.
+
+    ``names``: with the layer's name for each.
+    """
+    found: dict[str, Tensor] = {}
     for target, value in read_converted(contents, torch.device("cpu"), only=names):
-        if target.name not in names:
-            continue
-        if problem := find_problem(target.name.rpartition(".")[2], value):
-            raise CheckpointError(f"{contents.stored[target.source].path}: {target.source} {problem}")
-        if target.place is None:
-            whole[target.name] = value
-            continue
-        if target.name not in whole:
-            whole[target.name] = torch.empty(target.whole, dtype=value.dtype)
-        whole[target.name][target.place] = value
-    return whole
+        if target.name in names:
+            if layer is not None:
+                contents.check_value(target, layer, names[target.name], value)
+            target.put_into(found, value)
+    return found
 
 
 def _block_size(whole: int, blocks: int) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qgemm.checkpoint import fp8
-from qgemm.checkpoint.cache_scales import asks_for_cache, leave_to_cache
+from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import unsupported
 from qgemm.checkpoint.float_layers import note_fp8
@@ -64,7 +64,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     found = layout_in(stored)
     said = Said("AutoRound", bits, size, quantization.get("sym", True) is True, (found,), is_version_1)
     contents = read_packed(said, stored, config_path)
-    leave_to_cache(contents, asks_for_cache(quantization))
+    leave_to_cache(contents, quantization)
     if found != layout:
         contents.note(f"packing_format is {packing!r}, but the tensors are laid out as {found.upper()}'s, and read so")
     return contents
@@ -81,9 +81,7 @@ def _read_fp8(quantization: dict[str, Any], stored: dict[str, StoredTensor], con
         if blocks is None and size_of_inputs not in (-1, 0):
             raise unsupported(f"{config_path}: act_group_size is {size_of_inputs!r}; qgemm has a scale for each token")
         is_static = quantization.get("act_dynamic") is False
-        scheme = "static" if is_static else "dynamic"
-        cache = asks_for_cache(quantization)
-        said = {"activation_scheme": scheme, "weight_block_size": blocks, "kv_cache_scheme": cache}
+        said = {"activation_scheme": "static" if is_static else "dynamic", "weight_block_size": blocks}
         return fp8.read({**quantization, **said}, stored, config_path)
     if blocks is not None:
         raise unsupported(f"{config_path}: group_size is {size!r}; qgemm has no fp8 blocks with activations in float")
@@ -92,7 +90,7 @@ def _read_fp8(quantization: dict[str, Any], stored: dict[str, StoredTensor], con
         layer, leaf = split_name(name)
         if leaf == "weight_scale":
             note_fp8(contents, layer, resolve_scheme("fp8-weight"))
-    leave_to_cache(contents, asks_for_cache(quantization))
+    leave_to_cache(contents, quantization)
     return contents
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qgemm.checkpoint.cache_scales import asks_for_cache, leave_to_cache
+from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import unsupported
 from qgemm.checkpoint.gptq import number
@@ -36,5 +36,5 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     size = number(quantization, ("group_size", "q_group_size"), config_path, default=-1)
     said = Said("AWQ", bits, size, quantization.get("zero_point", True) is not True, ("awq",))
     contents = read_packed(said, stored, config_path)
-    leave_to_cache(contents, asks_for_cache(quantization))
+    leave_to_cache(contents, quantization)
     return contents

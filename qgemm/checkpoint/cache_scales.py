@@ -16,19 +16,20 @@ from qgemm.checkpoint.tensors import split_name
 _LEAVES = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
 # The layers that compute keys and values, in older files of AutoFP8 and LLM Compressor.
 _OUTPUTS = tuple(f"{made}_proj.output_{leaf}" for made in "kv" for leaf in ("scale", "zero_point"))
+# Where configs ask for scales or a dtype for keys and values; the latter two are AutoRound's and ModelOpt's.
+_ASKED_FOR = ("kv_cache_scheme", "static_kv_dtype", "kv_cache_quant_algo")
 NOTE = (
     "its scales of keys and values are not used: they stay in the dtype of the cache (qgemm.fast_generate takes "
     "cache_dtype=torch.int8)"
 )
 
 
-def asks_for_cache(quantization: Mapping[str, Any]) -> bool:
-    """Whether a config specifies scales or a dtype for keys and values; ``static_kv_dtype`` is AutoRound's key."""
-    return bool(quantization.get("kv_cache_scheme") or quantization.get("static_kv_dtype"))
+def leave_to_cache(contents: Contents, quantization: Mapping[str, Any]) -> None:
+    """Leaves the scales of keys and values out of ``contents``, with a note.
 
-
-def leave_to_cache(contents: Contents, is_asked_for: bool = False) -> None:
-    """Leaves the scales of keys and values out of ``contents``; ``is_asked_for``: whether the config specifies them."""
+    There is none if the files have no such scales, and the config, ``quantization``, doesn't ask for them either.
+    """
+    is_asked_for = any(quantization.get(key) for key in _ASKED_FOR)
     for name, tensor in contents.stored.items():
         if split_name(name)[1] in _LEAVES or name.endswith(_OUTPUTS):
             if math.prod(tensor.shape) == max(tensor.shape, default=1):  # one scale, or one for each head

@@ -52,7 +52,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         if group.orders_columns and "weight_g_idx" not in layer.tensors:
             contents.note(NO_ORDER)
     if quantization.get("kv_cache_scheme"):
-        leave_to_cache(contents, is_asked_for=True)
+        leave_to_cache(contents, quantization)
     return contents
 
 

@@ -24,6 +24,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.float_layers import (
     check_scale,
     for_each,
+    note_float_scale,
     note_fp8,
     note_input_scale,
     note_mxfp4,
@@ -137,12 +138,12 @@ def _weight_of(group: Group) -> tuple[str, torch.dtype]:
 
 
 def _problem_with_scale(layer: Layer, group: Group, N: int, K: int) -> str:
-    size = group.weights.group_size or 1
+    of_groups = (N, cdiv(K, max(group.weights.group_size or 1, 1)))
     by_strategy: dict[str, set[tuple[int, ...]]] = {
         "tensor": {(1,), ()},
         "channel": {(N, 1), (N,)},
-        "group": {(N, cdiv(K, max(size, 1)))},
-        "tensor_group": {(N, cdiv(K, max(size, 1)))},
+        "group": {of_groups},
+        "tensor_group": {of_groups},
         "block": {(cdiv(N, BLOCK[0]), cdiv(K, BLOCK[1]))},
     }
     shapes = by_strategy[group.weights.strategy]
@@ -223,26 +224,25 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
     shape: tuple[int, ...] = (N, packed_width(K) if bits == 4 else K)
     dtype = torch.uint8 if bits == 4 else INT8.storage
 
-    def codes_of(words: Tensor) -> Tensor:
-        # q + 8 becomes two's complement of 4 bits, q + 128 two's complement of 8.
-        return unpack_words(words, bits, K) ^ (1 << (bits - 1))
+    def make(words: Tensor, *g_idx: Tensor) -> tuple[Tensor, ...]:
+        order = torch.argsort(g_idx[0], stable=True) if g_idx else None
 
-    def store(codes: Tensor) -> Tensor:
-        return (pack_codes(codes) if bits == 4 else codes.view(INT8.storage)).contiguous()
+        def store(some: Tensor) -> Tensor:
+            # q + 8 becomes two's complement of 4 bits, q + 128 two's complement of 8.
+            codes = unpack_words(some, bits, K) ^ (1 << (bits - 1))
+            codes = codes if order is None else select_columns(codes, order)
+            return (pack_codes(codes) if bits == 4 else codes.view(INT8.storage)).contiguous()
 
-    def in_order(words: Tensor, g_idx: Tensor) -> tuple[Tensor, Tensor]:
-        order = torch.argsort(g_idx, stable=True)
-        return by_rows(lambda some: store(select_columns(codes_of(some), order)), words, K), order.to(torch.int32)
+        weight = by_rows(store, words, K)
+        return (weight,) if order is None else (weight, order.to(torch.int32))
 
     sources = [f"{name}.weight_packed"]
     made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {f"{name}.weight": (sources[0], shape, dtype)}
-    if not layer.is_ordered:
-        contents.convert_together(sources, made, lambda words: (by_rows(lambda some: store(codes_of(some)), words, K),))
-    else:
+    if layer.is_ordered:
         sources.append(f"{name}.weight_g_idx")
         made[f"{name}.input_order"] = (sources[1], (K,), torch.int32)
-        contents.convert_together(sources, made, in_order)
-    note_group_scale(contents, layer, N)
+    contents.convert_together(sources, made, make)
+    note_float_scale(contents, name, N)
     if not group.weights.symmetric:
         _note_zero_point(contents, layer, bits, N)
 
@@ -255,7 +255,7 @@ def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
         names = f"{name}.weight", scale
         note_scaled(contents, names, names, ((N, K), (N,)), lambda value: for_each(value.float(), N))
         return
-    note_group_scale(contents, layer, N)
+    note_float_scale(contents, name, N)
     if group.weights.bits == 4:
 
         def to_codes(values: Tensor) -> Tensor:
@@ -315,16 +315,3 @@ def _groups_of(layer: Layer) -> int:
     """The number of scales in a row."""
     scale = layer.tensors["weight_scale"]
     return scale.shape[1] if len(scale.shape) == 2 else 1
-
-
-def note_group_scale(contents: Contents, layer: Layer, N: int) -> None:
-    """The scales of a layer that computes with any float dtype: unchanged, except for the shape ``[N, groups]``."""
-    scale, name = layer.tensors["weight_scale"], f"{layer.name}.weight_scale"
-    dtype = scale.dtype if scale.dtype in FLOAT_DTYPES[:3] else torch.float32
-    assert dtype is not None
-    if len(scale.shape) == 2 and scale.dtype == dtype:
-        return
-    if len(scale.shape) == 2:
-        contents.convert(name, name, scale.shape, lambda value: value.to(dtype), dtype)
-    else:
-        contents.convert(name, name, (N, 1), lambda value: for_each(value.to(dtype), N)[:, None], dtype)

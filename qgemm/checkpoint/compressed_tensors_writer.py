@@ -28,13 +28,12 @@ from qgemm.checkpoint.files_for_others import (
     SAVE_IT,
     is_target,
     leave_in_float,
-    parts_of_experts,
     shapes_of,
+    single_layers,
     take_another_scheme,
     tensors_for_others,
     ways_out,
 )
-from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.pretrained import built_again, is_pretrained
 from qgemm.checkpoint.words import pack_nibbles, pack_words
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
@@ -83,7 +82,7 @@ def tensors_to_write(
                 f"{name} has the scheme {layer.scheme.name!r}, which compressed-tensors can't store: "
                 f"{ways_out(layer.scheme, layers, _fits)}"
             )
-        _check_groups(name, layer, layers)
+        _check_sizes(name, layer, layers)
     experts = {name: layer for name, layer in layers.items() if isinstance(layer, QuantExperts)}
     if unread := [
         name for name, each in experts.items() if format_of(each.scheme) == INT and not each.activation.gated
@@ -100,16 +99,13 @@ def tensors_to_write(
             'from_pretrained, save the model with format="qgemm"'
         )
     _warn_of_broken_groups(layers)
-    for name, layer in layers.items():
+    for name, layer, shape, own in single_layers(model, layers, written):
+        made = _tensors_of(layer.scheme, shape, own)
         if isinstance(layer, LinearLayer):
-            own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
-            shape = layer.out_features, layer.in_features
-            made = _tensors_of(name, layer.scheme, shape, own)
             if layer.folds_bias and layer.has_bias:
                 made["bias"] = _unfolded_bias(own)
-        elif isinstance(layer, QuantExperts):
-            own = {leaf: written.pop(f"{name}.{leaf}") for leaf, _ in layer.named_parameters(recurse=False)}
-            made = _tensors_of_experts(name, layer, own, expert_leaves(model))
+        elif "bias" in own:
+            made["bias"] = own["bias"]
         written.update({f"{name}.{leaf}": tensor for leaf, tensor in made.items()})
     return written
 
@@ -127,24 +123,6 @@ def _warn_of_broken_groups(layers: dict[str, QuantLayer]) -> None:
             return
 
 
-def _tensors_of_experts(
-    name: str, experts: QuantExperts, own: dict[str, Tensor], leaves: tuple[str, str, str]
-) -> dict[str, Tensor]:
-    """The tensors in files for the parameters ``own`` of ``experts``: a layer each, with names from ``leaves``."""
-    block, wide = experts.scheme.weight.block, experts.intermediate_size
-    if block is not None and experts.activation.gated and wide % block[0]:
-        raise ValueError(
-            f"{name} has blocks of {block[0]} rows that hold both gates and ups, of {wide} rows each, which "
-            'compressed-tensors can\'t store: save it with format="qgemm"'
-        )
-    made = {}
-    for part, shape, layer in parts_of_experts(experts, own, leaves):
-        bias = {"bias": layer.pop("bias")} if "bias" in layer else {}
-        stored = _tensors_of(f"{name}.{part}", experts.scheme, shape, layer) | bias
-        made.update({f"{part}.{leaf}": tensor for leaf, tensor in stored.items()})
-    return made
-
-
 def _group_size(scheme: QuantScheme) -> int:
     return scheme.weight.group_size or 1 if scheme.weight.granularity == "group" else 1
 
@@ -153,7 +131,7 @@ def _fits(scheme: QuantScheme, N: int, K: int) -> bool:
     return format_of(scheme) is not None and not K % _group_size(scheme)
 
 
-def _check_groups(name: str, layer: QuantLayer, layers: dict[str, QuantLayer]) -> None:
+def _check_sizes(name: str, layer: QuantLayer, layers: dict[str, QuantLayer]) -> None:
     size = _group_size(layer.scheme)
     for _, K, _ in shapes_of(layer):
         if K % size:
@@ -161,10 +139,17 @@ def _check_groups(name: str, layer: QuantLayer, layers: dict[str, QuantLayer]) -
                 f"{name} has {K} input columns, not a multiple of the group size {size}, which compressed-tensors "
                 f"doesn't support: {ways_out(layer.scheme, layers, _fits)}"
             )
+    block = layer.scheme.weight.block
+    if block is not None and isinstance(layer, QuantExperts) and layer.activation.gated:
+        if (wide := layer.intermediate_size) % block[0]:
+            raise ValueError(
+                f"{name} has blocks of {block[0]} rows that hold both gates and ups, of {wide} rows each, which "
+                'compressed-tensors can\'t store: save it with format="qgemm"'
+            )
 
 
-def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that replace a layer's parameters ``own`` in files. Raises ``ValueError`` for a broken group."""
+def _tensors_of(scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that replace a layer's parameters ``own`` in files."""
     N, K = shape
     weight, scale = own["weight"].detach(), own["weight_scale"].detach()
     stored_as = format_of(scheme)
@@ -189,7 +174,8 @@ def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dic
             fields = (zero_point.detach().to(torch.int16) + middle).to(torch.uint8)
             made["weight_zero_point"] = pack_words(fields.t().contiguous(), bits).t().contiguous()
     else:
-        made["weight"] = unpack_int4(weight, K) if scheme.weight.dtype == "int4" else weight
+        is_int4 = scheme.weight.dtype == "int4"
+        made["weight"] = (unpack_codes(weight, K) ^ 8).view(torch.int8) - 8 if is_int4 else weight
         if zero_point is not None:
             made["weight_zero_point"] = zero_point.detach()
     return made
@@ -199,11 +185,6 @@ def _unfolded_bias(own: dict[str, Tensor]) -> Tensor:
     """The float layer's bias, restored from one from which the zero point's contribution was subtracted."""
     names = "weight", "weight_scale", "input_scale", "input_zero_point"
     return (own["bias"].detach().double() + correction(*(own[name].detach() for name in names))).float()
-
-
-def unpack_int4(packed: Tensor, K: int) -> Tensor:
-    """The values of a packed weight, int8 ``[N, K]``, -8 to 7."""
-    return (unpack_codes(packed, K) ^ 8).view(torch.int8) - 8
 
 
 def _conv1d_names(model: nn.Module, layers: dict[str, QuantLayer]) -> list[str]:

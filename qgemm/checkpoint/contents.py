@@ -36,6 +36,15 @@ class Target:
     place: tuple[int | slice, ...] | None = None
     whole: tuple[int, ...] = ()
 
+    def put_into(self, values: dict[str, Tensor], value: Tensor) -> None:
+        """Adds ``value`` to ``values``, which has tensors of the model by name."""
+        if self.place is None:
+            values[self.name] = value
+            return
+        if self.name not in values:
+            values[self.name] = torch.empty(self.whole, dtype=value.dtype, device=value.device)
+        values[self.name][self.place] = value
+
 
 @dataclass(eq=False)
 class Conversion:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from qgemm.checkpoint.model_names import loses_single_experts
+from qgemm.checkpoint.model_names import expert_leaves, loses_single_experts, weights_of_experts
 from qgemm.checkpoint.tensors import find_module, split_name, transient_names
 from qgemm.model.selection import listed
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, QuantMultiheadAttention
@@ -40,8 +40,7 @@ def tensors_for_others(
             "them: its from_pretrained would fill experts with random numbers. qgemm.load_quantized reads them. For "
             'from_pretrained, save the model with format="qgemm"'
         )
-    known_ties = getattr(model, "all_tied_weights_keys", None)
-    known = dict(known_ties) if isinstance(known_ties, dict) else {}
+    known = getattr(model, "all_tied_weights_keys", None) or {}
     # A layer with two names is written under both: transformers ties its weight and bias, but no scale.
     twice = {alias for alias in ties if isinstance(find_module(model, split_name(alias)[0]), QuantLayer)}
     left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name} - twice
@@ -108,19 +107,29 @@ def shapes_of(layer: QuantLayer) -> Iterator[tuple[int, int, bool]]:
         yield layer.hidden_size, layer.intermediate_size, True
 
 
-def parts_of_experts(
+def single_layers(
+    model: nn.Module, layers: Mapping[str, QuantLayer], written: dict[str, Tensor]
+) -> Iterator[tuple[str, QuantLayer, tuple[int, int], dict[str, Tensor]]]:
+    """Takes the parameters of the quantized ``layers`` out of ``written``, and yields them as those of linear layers.
+
+    That is the name in files, the layer of ``model``, ``[N, K]``, and the parameters. Experts become a layer each,
+    under the names that files of the model's family use. Biases of other layers stay in ``written``, except those that
+    depend on the weight.
+    """
+    for name, layer in layers.items():
+        if isinstance(layer, LinearLayer):
+            own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
+            yield name, layer, (layer.out_features, layer.in_features), own
+        elif isinstance(layer, QuantExperts):
+            own = {leaf: written.pop(f"{name}.{leaf}") for leaf, _ in layer.named_parameters(recurse=False)}
+            for part, shape, parameters in _parts_of_experts(layer, own, expert_leaves(model)):
+                yield f"{name}.{part}", layer, shape, parameters
+
+
+def _parts_of_experts(
     experts: QuantExperts, own: dict[str, Tensor], leaves: tuple[str, str, str]
 ) -> Iterator[tuple[str, tuple[int, int], dict[str, Tensor]]]:
-    """The linear layers of ``experts``, as files have them: name, ``[N, K]``, and parameters.
-
-    ``own``: the parameters of ``experts``. ``leaves``: the files' names for gates, ups and the down projection.
-    """
-    gate, up, down = leaves
-    wide, narrow = experts.intermediate_size, experts.hidden_size
-    for ours, shape, parts in (
-        ("gate_up_proj", (wide, narrow), (gate, up) if experts.activation.gated else (up,)),
-        ("down_proj", (narrow, wide), (down,)),
-    ):
+    for ours, parts, shape in weights_of_experts(experts, leaves):
         held, shared = {}, experts.linear_of(ours).whole_names
         for leaf, tensor in own.items():
             weight, theirs = split_leaf(leaf)

@@ -28,11 +28,9 @@ def note_fp8(contents: Contents, layer: str, scheme: QuantScheme, scale_leaf: st
 
     Raises ``CheckpointError`` unless its tensors are like that, and ``scheme`` has such a scale.
     """
-    weight = matrix(contents, layer, "weight", FP8.storage)
-    N, K = weight.shape
-    name, made = f"{layer}.{scale_leaf}", f"{layer}.weight_scale"
-    sources, names = (f"{layer}.weight", name), (f"{layer}.weight", made)
-    scale = contents.stored[name]
+    N, K = matrix(contents, layer, "weight", FP8.storage).shape
+    name = f"{layer}.{scale_leaf}"
+    sources, names = (f"{layer}.weight", name), (f"{layer}.weight", f"{layer}.weight_scale")
     if scheme.weight.granularity == "block":
         assert scheme.weight.block is not None
         rows, columns = scheme.weight.block
@@ -42,12 +40,22 @@ def note_fp8(contents: Contents, layer: str, scheme: QuantScheme, scale_leaf: st
     else:
         check_scale(contents, name, SCALE_DTYPES, {(), (1,), (1, 1), (N,), (N, 1)})
         if scheme.is_weight_only:
-            dtype = scale.dtype if scale.dtype in FLOAT_DTYPES[:3] else torch.float32
-            assert dtype is not None
-            contents.convert(made, name, (N, 1), lambda value: for_each(value.to(dtype), N)[:, None], dtype)
+            note_float_scale(contents, layer, N)
         else:
             note_scaled(contents, sources, names, ((N, K), (N,)), lambda value: for_each(value.float(), N))
     contents.manifest.layers[layer] = scheme
+
+
+def note_float_scale(contents: Contents, layer: str, N: int) -> None:
+    """The scales of a layer that computes with any float dtype: unchanged, except for the shape ``[N, groups]``."""
+    name = f"{layer}.weight_scale"
+    scale = contents.stored[name]
+    dtype = scale.dtype if scale.dtype in FLOAT_DTYPES[:3] else torch.float32
+    assert dtype is not None
+    if len(scale.shape) != 2 or scale.shape[0] != N:
+        contents.convert(name, name, (N, 1), lambda value: for_each(value.to(dtype), N)[:, None], dtype)
+    elif scale.dtype != dtype:
+        contents.convert(name, name, scale.shape, lambda value: value.to(dtype), dtype)
 
 
 def note_input_scale(contents: Contents, layer: str, leaf: str = "input_scale") -> None:

@@ -322,8 +322,7 @@ def _leave_out(contents: Contents, model: nn.Module) -> None:
 
 
 def _ties(model: nn.Module, headers: dict[str, StoredTensor]) -> dict[str, str]:
-    tied = getattr(model, "all_tied_weights_keys", None)
-    pairs = tied.items() if isinstance(tied, dict) else ()
+    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
     # Either of the two may be the stored one; if the files contain both, each keeps its own.
     found = {alias: name for alias, name in pairs if alias not in headers and name in headers}
     return found | {name: alias for alias, name in pairs if alias in headers and name not in headers}

@@ -64,7 +64,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     if scheme == "dynamic" and (scale_format := quantization.get("scale_fmt")) is not None:
         kind = "powers of two" if scale_format == "ue8m0" else repr(scale_format)
         contents.note(f"scales of activations stay in float32, where the checkpoint asks for {kind} (scale_fmt)")
-    leave_to_cache(contents, bool(quantization.get("kv_cache_scheme")))
+    leave_to_cache(contents, quantization)
     return contents
 
 

@@ -46,7 +46,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         if scales.dtype != torch.uint8 or scales.shape != blocks.shape[:3]:
             raise unfit(scales.path, f"{weight}{_SCALES}", scales, f"torch.uint8 {list(blocks.shape[:3])}")
         E, N, groups, _ = blocks.shape
-        order = _gates_first if leaf == "gate_up_proj" else _as_it_is
+        order = partial(gates_first, dim=1) if leaf == "gate_up_proj" else lambda value: value
         shape = (E, N, packed_width(groups * _GROUP))
         contents.convert(weight, name, shape, partial(_packed, order), torch.uint8)
         contents.convert(f"{weight}_scale", f"{weight}{_SCALES}", (E, N, groups), order, torch.uint8)
@@ -55,14 +55,6 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
             contents.convert(f"{weight}{_BIAS}", f"{weight}{_BIAS}", bias.shape, order, bias.dtype)
         contents.manifest.layers[experts] = resolve_scheme("mxfp4")
     return contents
-
-
-def _gates_first(value: Tensor) -> Tensor:
-    return gates_first(value, 1)
-
-
-def _as_it_is(value: Tensor) -> Tensor:
-    return value
 
 
 def _packed(order: Callable[[Tensor], Tensor], blocks: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qgemm.checkpoint.cache_scales import asks_for_cache, leave_to_cache
+from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.packed_layers import Said, read_packed
@@ -47,7 +47,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     if orders:
         _check_has_order(stored)
     contents = read_packed(said, stored, config_path)
-    leave_to_cache(contents, asks_for_cache(quantization))
+    leave_to_cache(contents, quantization)
     return contents
 
 
@@ -73,9 +73,7 @@ def read_without_config(stored: dict[str, StoredTensor], config_path: Path) -> C
 def number(quantization: dict[str, Any], names: tuple[str, ...], config_path: Path, default: int | None = None) -> int:
     """The whole number under the first of ``names`` that the config has."""
     name = next((name for name in names if quantization.get(name) is not None), names[0])
-    value = quantization.get(name, default)
-    if value is None and name in quantization:
-        value = default
+    value = default if quantization.get(name) is None else quantization[name]
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value < 2**31:
         raise CheckpointError(f"{config_path}: {name} is {value!r}; it must be a whole number")
     return value

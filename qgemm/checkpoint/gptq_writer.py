@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from qgemm.checkpoint.files_for_others import (
     SAVE_IT,
     is_target,
-    parts_of_experts,
     shapes_of,
+    single_layers,
     tensors_for_others,
     ways_out,
 )
 from qgemm.checkpoint.gptq import QUANT_METHOD, VERSIONS
-from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.packed_layers import WORD_BITS
 from qgemm.checkpoint.words import pack_words
-from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
+from qgemm.nn import QuantExperts, QuantLayer
 from qgemm.numerics.packing import unpack_codes
 from qgemm.scheme import QuantScheme
 
@@ -55,16 +54,9 @@ def tensors_to_write(
                 f"{ways_out(layer.scheme, layers, fits)}"
             )
         _check_sizes(name, layer, layers)
-        if isinstance(layer, QuantExperts):
-            own = {leaf: written.pop(f"{name}.{leaf}") for leaf, _ in layer.named_parameters(recurse=False)}
-            for part, shape, parameters in parts_of_experts(layer, own, expert_leaves(model)):
-                made = _tensors_of(f"{name}.{part}", layer.scheme, shape, parameters)
-                written.update({f"{name}.{part}.{leaf}": tensor for leaf, tensor in made.items()})
-        elif isinstance(layer, LinearLayer):
-            own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
-            if own:  # empty for a second name of a layer
-                made = _tensors_of(name, layer.scheme, (layer.out_features, layer.in_features), own)
-                written.update({f"{name}.{leaf}": tensor for leaf, tensor in made.items()})
+    for name, layer, (_, K), own in single_layers(model, layers, written):
+        made = _tensors_of(name, layer.scheme, K, own)
+        written.update({f"{name}.{leaf}": tensor for leaf, tensor in made.items()})
     return written
 
 
@@ -89,9 +81,8 @@ def _check_sizes(name: str, layer: QuantLayer, layers: dict[str, QuantLayer]) ->
             )
 
 
-def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _tensors_of(name: str, scheme: QuantScheme, K: int, own: dict[str, Tensor]) -> dict[str, Tensor]:
     weight, bits = scheme.weight, scheme.weight.format.bits
-    K = shape[1]
     size = weight.group_size or max(K, 1)
     middle, stored = 1 << (bits - 1), own["weight"].detach()
     fields = unpack_codes(stored, K) ^ 8 if bits == 4 else stored.view(torch.uint8) ^ 128

@@ -109,12 +109,7 @@ def _read(
         for target, value in read_converted(found.contents, device, progress.update):
             if target.name in owners:
                 found.contents.check_value(target, *owners[target.name], value)
-            if target.place is None:
-                values[target.name] = value
-                continue
-            if target.name not in values:
-                values[target.name] = torch.empty(target.whole, dtype=value.dtype, device=value.device)
-            values[target.name][target.place] = value
+            target.put_into(values, value)
     return found, values
 
 

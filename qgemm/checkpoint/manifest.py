@@ -64,23 +64,16 @@ class Manifest:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
         schemes = {scheme.name: scheme for scheme in self.layers.values()}
-        names = {name: [layer for layer, own in self.layers.items() if own.name == name] for name in schemes}
         return {
             "quant_method": QUANT_METHOD,
             "format_version": FORMAT_VERSION,
             **({} if self.save is None else {SAVE_KEY: self.save}),
             "schemes": {name: scheme.to_dict() for name, scheme in schemes.items()},
-            "layers": {name: collapse(layers) for name, layers in names.items()},
-            **({"in_features": self._names_by_width()} if self.in_features else {}),
+            "layers": _collapsed({layer: scheme.name for layer, scheme in self.layers.items()}),
+            **({"in_features": _collapsed(self.in_features)} if self.in_features else {}),
             "tied": self.tied,
             **({} if self.report is None else {"report": self.report}),
         }
-
-    def _names_by_width(self) -> dict[str, list[str]]:
-        names: dict[str, list[str]] = {}
-        for name, K in self.in_features.items():
-            names.setdefault(str(K), []).append(name)
-        return {K: collapse(layers) for K, layers in names.items()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> Manifest:
@@ -113,6 +106,14 @@ class Manifest:
             raise CheckpointError(f"{path}: in_features has {min(unknown)}, which isn't a quantized layer")
         own = {layer: schemes[name] for layer, name in layers.items()}
         return cls(own, tied, save_id(config, path), report, widths)
+
+
+def _collapsed(keys: Mapping[str, object]) -> dict[str, list[str]]:
+    """The layers by their ``keys``, as ``_expanded`` reads them."""
+    layers: dict[str, list[str]] = {}
+    for layer, key in keys.items():
+        layers.setdefault(str(key), []).append(layer)
+    return {key: collapse(names) for key, names in layers.items()}
 
 
 def _names(values: dict[str, Any], field: str, path: Path) -> dict[str, str]:

@@ -48,9 +48,10 @@ def match(
             dtypes[f"{layer_name}.{name}"] = accepted or (parameter.dtype,)
     transient = transient_names(model)
     _check_ties(expected, manifest.tied, stored, config_path)
-    _check_names(expected, transient, manifest.tied, stored, config_path.parent)
+    absent = [name for name in expected if name not in stored and name not in manifest.tied]
+    _check_names(expected, [name for name in absent if name not in transient], stored, config_path.parent)
     if has_buffers:
-        _check_on_hand(model, expected, manifest.tied, stored, config_path.parent)
+        _check_on_hand(model, {name: expected[name] for name in absent}, config_path.parent)
     for name, tensor in stored.items():
         wanted = tuple(expected[name].shape)
         if tensor.shape != wanted and not (name in transient and _has_grown(wanted, tensor.shape)):
@@ -135,30 +136,18 @@ def _check_ties(
 
 
 def _check_names(
-    expected: dict[str, Tensor],
-    transient: set[str],
-    tied: dict[str, str],
-    stored: dict[str, StoredTensor],
-    folder: Path,
+    expected: dict[str, Tensor], missing: list[str], stored: dict[str, StoredTensor], folder: Path
 ) -> None:
     if foreign := [name for name in stored if name not in expected]:
         raise CheckpointError(
             f"{stored[foreign[0]].path} holds tensors that the model doesn't have: {listed(foreign, show=str)}"
         )
-    absent = [name for name in expected if name not in stored and name not in tied]
-    if missing := [name for name in absent if name not in transient]:
+    if missing:
         raise CheckpointError(f"{folder} lacks tensors of the model: {listed(missing, show=str)}")
 
 
-def _check_on_hand(
-    model: nn.Module,
-    expected: dict[str, Tensor],
-    tied: dict[str, str],
-    stored: dict[str, StoredTensor],
-    folder: Path,
-) -> None:
-    absent = [name for name in expected if name not in stored and name not in tied]
-    if unknown := [name for name in absent if expected[name].device.type == "meta"]:
+def _check_on_hand(model: nn.Module, absent: dict[str, Tensor], folder: Path) -> None:
+    if unknown := [name for name, tensor in absent.items() if tensor.device.type == "meta"]:
         raise CheckpointError(
             f"{folder} doesn't hold buffers that the given model has on meta: {listed(unknown, show=str)}; "
             "pass a model that was built on a device with memory"

@@ -20,7 +20,7 @@ from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.checkpoint.tensors import find_module, split_name
-from qgemm.nn import LinearLayer
+from qgemm.nn import LinearLayer, QuantExperts
 from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
 from qgemm.nn.kinds import meta_linear
 from qgemm.scheme import QuantScheme, TensorScheme
@@ -119,21 +119,30 @@ def merge_float_experts(contents: Contents, model: nn.Module) -> None:
             source = describe_experts(module)  # type: ignore[arg-type]
         except UnknownExperts:
             continue
-        gate, up, down = next(each for each in _LEAVES if f"{path}.0.{each[2]}.weight" in contents.headers)
-        halves = [gate, up] if source.activation.gated else [up]
-        E, wide, narrow = source.num_experts, source.intermediate_size, source.hidden_size
-        names = [f"{path}.{expert}.{leaf}.weight" for expert in range(E) for leaf in (*halves, down)]
+        leaves = next(each for each in _LEAVES if f"{path}.0.{each[2]}.weight" in contents.headers)
+        weights, E = weights_of_experts(source, leaves), source.num_experts
+        names = [f"{path}.{expert}.{leaf}.weight" for expert in range(E) for _, own, _ in weights for leaf in own]
         is_plain = not (source.has_bias or source.is_transposed or source.is_interleaved)
         if not is_plain or any(name not in contents.headers for name in names):
             continue
-        for own, leaves, (N, K) in (
-            ("gate_up_proj", halves, (wide, narrow)),
-            ("down_proj", [down], (narrow, wide)),
-        ):
-            for expert, (index, leaf) in product(range(E), enumerate(leaves)):
+        for name, own, (N, K) in weights:
+            for expert, (index, leaf) in product(range(E), enumerate(own)):
                 place = (expert, slice(index * N, (index + 1) * N))
-                target = f"{path}.{source.parameters[own]}"
-                contents.merge(target, f"{path}.{expert}.{leaf}.weight", (N, K), (E, N * len(leaves), K), place)
+                target = f"{path}.{source.parameters[name]}"
+                contents.merge(target, f"{path}.{expert}.{leaf}.weight", (N, K), (E, N * len(own), K), place)
+
+
+def weights_of_experts(
+    experts: FloatExperts | QuantExperts, leaves: tuple[str, str, str]
+) -> list[tuple[str, tuple[str, ...], tuple[int, int]]]:
+    """Each weight of ``experts``: its name, the layers of a single expert that form it, and ``[N, K]`` of these.
+
+    ``leaves``: the files' names for gates, ups and the down projection.
+    """
+    gate, up, down = leaves
+    wide, narrow = experts.intermediate_size, experts.hidden_size
+    first = (gate, up) if experts.activation.gated else (up,)
+    return [("gate_up_proj", first, (wide, narrow)), ("down_proj", (down,), (narrow, wide))]
 
 
 def _leaves_in(contents: Contents, path: str) -> tuple[str, str, str]:
@@ -144,19 +153,14 @@ def _leaves_in(contents: Contents, path: str) -> tuple[str, str, str]:
 
 def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path) -> None:
     layers, E = contents.manifest.layers, source.num_experts
-    gate, up, down = _leaves_in(contents, path)
-    wide, narrow = source.intermediate_size, source.hidden_size
-    halves = [gate, up] if source.activation.gated else [up]
-    singles = [f"{path}.{expert}.{leaf}" for expert in range(E) for leaf in (*halves, down)]
+    weights = weights_of_experts(source, _leaves_in(contents, path))
+    singles = [f"{path}.{expert}.{leaf}" for expert in range(E) for _, leaves, _ in weights for leaf in leaves]
     if missing := [name for name in singles if name not in layers]:
         raise CheckpointError(
             f"{config_path.parent} lacks {missing[0]} quantized: all experts of a layer must be, or none"
         )
     fused, activation = _in_one_scheme(contents, path, singles, config_path)
-    for name, leaves, shape in (
-        ("gate_up_proj", halves, (wide, narrow)),
-        ("down_proj", [down], (narrow, wide)),
-    ):
+    for name, leaves, shape in weights:
         made: dict[QuantScheme, LinearLayer] = {}
         for expert, (index, leaf) in product(range(E), enumerate(leaves)):
             layer = f"{path}.{expert}.{leaf}"

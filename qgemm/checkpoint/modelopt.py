@@ -54,7 +54,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
             )
         if leaf == "weight_scale":
             _note_layer(contents, layer, _algorithm_of(layer, asked), config_path)
-    leave_to_cache(contents, bool(quantization.get("kv_cache_scheme") or asked.get("kv_cache_quant_algo")))
+    leave_to_cache(contents, {**quantization, **asked})
     return contents
 
 
@@ -75,14 +75,16 @@ def _algorithm_of(layer: str, asked: dict[str, Any]) -> object:
 def _note_layer(contents: Contents, layer: str, algorithm: object, config_path: Path) -> None:
     weight, scale = contents.stored.get(f"{layer}.weight"), contents.stored[f"{layer}.weight_scale"]
     has_input_scale = f"{layer}.input_scale" in contents.stored
-    if weight is not None and weight.dtype == torch.uint8 and f"{layer}.weight_scale_2" in contents.stored:
-        note_nvfp4(contents, layer, "weight", "weight_scale_2", divides=False)
+    is_nvfp4 = f"{layer}.weight_scale_2" in contents.stored
+    if weight is not None and weight.dtype == torch.uint8 and (is_nvfp4 or scale.dtype == torch.uint8):
+        if is_nvfp4:
+            note_nvfp4(contents, layer, "weight", "weight_scale_2", divides=False)
+        else:
+            note_mxfp4(contents, layer, "weight")
         if has_input_scale:
-            _leave_input_in_float(contents, layer, algorithm)
-    elif weight is not None and weight.dtype == scale.dtype == torch.uint8:
-        note_mxfp4(contents, layer, "weight")
-        if has_input_scale:
-            _leave_input_in_float(contents, layer, algorithm)
+            contents.pass_over(f"{layer}.input_scale")
+            kind = "fp8" if str(algorithm).upper().endswith("FP8") else "fp4"
+            contents.note(f"activations stay in float, where the checkpoint asks for {kind}")
     elif weight is not None and weight.dtype == FP8.storage and scale.dtype == torch.uint8:
         note_mxfp8(contents, layer)
         contents.note("activations stay in float, where the checkpoint asks for fp8")
@@ -95,9 +97,3 @@ def _note_layer(contents: Contents, layer: str, algorithm: object, config_path: 
             f"{config_path}: {layer} has weight {weight} and weight_scale {scale} ({algorithm}); of ModelOpt, qgemm "
             "reads fp8 with an input_scale or per token, nvfp4, mxfp4 and mxfp8"
         )
-
-
-def _leave_input_in_float(contents: Contents, layer: str, algorithm: object) -> None:
-    contents.pass_over(f"{layer}.input_scale")
-    kind = "fp8" if str(algorithm).upper().endswith("FP8") else "fp4"
-    contents.note(f"activations stay in float, where the checkpoint asks for {kind}")

@@ -37,15 +37,20 @@ def _merged(rows: list[list[str]], place: int) -> list[str]:
     first = rows[0]
     if len(rows) == 1:
         return first
-    numbers = sorted(int(row[place]) for row in rows)
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
+    ranges = runs(int(row[place]) for row in rows)
     text = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
     return [*first[:place], f"[{text}]", *first[place + 1 :]]
+
+
+def runs(numbers: Iterable[int]) -> list[list[int]]:
+    """The first and the last of each run of successive numbers, ascending."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
 
 
 def expand(lines: Iterable[str]) -> list[str]:

@@ -193,7 +193,7 @@ def _with_facts(
             if (said.orders or bool(value.any())) and _is_ordered(layer, value, stored[name]):
                 ordered.add(layer.name)
         else:
-            low, high = _zero_fields(value, layer).aminmax()
+            low, high = unpack_words(value, layer.bits, layer.N).aminmax()
             constants[layer.name] = int(low) if low == high else None
     is_version_1 = said.is_version_1
     if said.symmetric:
@@ -232,11 +232,6 @@ def _is_ordered(layer: PackedLayer, g_idx: Tensor, tensor: StoredTensor) -> bool
     return True
 
 
-def _zero_fields(words: Tensor, layer: PackedLayer) -> Tensor:
-    """The zero points as stored, uint8 ``[groups, N]``, in the order of the fields of words."""
-    return unpack_words(words, layer.bits, layer.N)
-
-
 def _unshuffled(layer: PackedLayer, rows: Tensor) -> Tensor:
     """Reorders ``rows`` of the weight from the order of words' fields to their own."""
     if layer.layout == "gptq":
@@ -272,7 +267,8 @@ def _decode(layer: PackedLayer, qweight: Tensor, scales: Tensor, *others: Tensor
         if layer.adds_one:
             # Modulo 2^32 instead of per field: a zero point of 0 was stored as -1, and borrowed from its neighbor.
             words = words + (0x11111111 if layer.bits == 4 else 0x01010101)
-        made.append(_unshuffled(layer, _signed(_zero_fields(words, layer), layer.bits).t().contiguous()))
+        zeros = _signed(unpack_words(words, layer.bits, layer.N), layer.bits)
+        made.append(_unshuffled(layer, zeros.t().contiguous()))
     if layer.ordered:
         order = rest.pop(0).argsort(stable=True)
         made.append(order.int())

@@ -127,7 +127,7 @@ def dtype_of(folder: Path, config: dict[str, Any], stored: Mapping[str, StoredTe
     return str(found or torch.float32).removeprefix("torch.")
 
 
-def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, StoredTensor] | None = None) -> nn.Module:
+def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, StoredTensor]) -> nn.Module:
     """Builds the transformers model that ``config``, read from ``path``, describes: parameters on meta, real buffers.
 
     ``stored``: the tensors in the model's files, by name; building stops if the model becomes far larger than these.
@@ -161,14 +161,13 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         )
     if (absurd := _absurd_count(config)) is not None:
         raise CheckpointError(f"{path}: {absurd}")
-    limits = None if stored is None else BuildLimits(stored)
     try:
         # The class may build anything from these values; whatever goes wrong there, the file is the cause.
         values = config_class._decode_special_floats(config)  # a copy
         _drop_controls(values)
         _drop_of_a_save(values)  # so that the config is the one that was saved
         own_config = config_class(**values)
-        with parameters_on_meta(limits), _default_dtype(dtype):
+        with parameters_on_meta(BuildLimits(stored)), _default_dtype(dtype):
             model: nn.Module = cls(own_config)
     except Exception as error:
         raise CheckpointError(f"{path}: {names[0]} can't be built from it: {error}") from error

@@ -139,7 +139,15 @@ def _converted_layer(layer: QuantLayer, scheme: QuantScheme) -> QuantLayer:
         return in_scheme(layer, scheme)
     assert isinstance(layer, QuantExperts)
     made = layer.like_in(scheme)
-    values = _converted(layer, scheme)
+    values: dict[str, Tensor] = dict(layer.named_parameters(recurse=False))
+    for weight in layer.weight_names:
+        stacked: dict[str, list[Tensor]] = {}
+        for expert in range(layer.num_experts):
+            one = in_scheme(layer.linear_of(weight, expert), scheme)
+            for leaf, parameter in one.named_parameters(recurse=False):
+                stacked.setdefault(leaf, []).append(parameter.detach())
+        for leaf, parts in stacked.items():
+            values[f"{weight}_bias" if leaf == "bias" else weight + leaf.removeprefix("weight")] = torch.stack(parts)
     for leaf, _ in list(made.named_parameters(recurse=False)):
         setattr(made, leaf, frozen(values[leaf]))
     return made
@@ -180,9 +188,9 @@ def _note(
 ) -> None:
     def convert(values: dict[str, Tensor]) -> Sequence[Tensor]:
         _take(old, {leaf: values[f"{name}.{leaf}"] for leaf in before})
-        converted = _converted(old, made.scheme)
+        converted = _converted_layer(old, made.scheme)
         old.to("meta")
-        return [converted[leaf] for leaf in after]
+        return [converted.stored(leaf).detach() for leaf in after]
 
     of = [f"{name}.{leaf}" for leaf in before]
     new = {}
@@ -205,24 +213,6 @@ def _take(layer: QuantLayer, values: dict[str, Tensor]) -> None:
         setattr(layer, leaf, frozen(value))
 
 
-def _converted(layer: QuantLayer, scheme: QuantScheme) -> dict[str, Tensor]:
-    """The parameters, by name, of a layer with ``scheme`` that stands for the weights of ``layer``."""
-    if isinstance(layer, LinearLayer):
-        made = in_scheme(layer, scheme)
-        return {leaf: parameter.detach() for leaf, parameter in made.named_parameters(recurse=False)}
-    assert isinstance(layer, QuantExperts)
-    found = {leaf: parameter.detach() for leaf, parameter in layer.named_parameters(recurse=False)}
-    for weight in layer.weight_names:
-        stacked: dict[str, list[Tensor]] = {}
-        for expert in range(layer.num_experts):
-            made = in_scheme(layer.linear_of(weight, expert), scheme)
-            for leaf, parameter in made.named_parameters(recurse=False):
-                stacked.setdefault(leaf, []).append(parameter.detach())
-        for leaf, values in stacked.items():
-            found[f"{weight}_bias" if leaf == "bias" else weight + leaf.removeprefix("weight")] = torch.stack(values)
-    return found
-
-
 def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
     """Converts ``layer`` to ``scheme``, on its device: a layer that stands for the same weight and bias.
 
@@ -231,20 +221,16 @@ def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
     bias = layer.float_bias()
     dtype = torch.float32 if bias is None else bias.dtype
     made = meta_linear(scheme, layer.in_features, layer.out_features, bias is not None, dtype)
-    if (kept := _kept(layer, made)) is not None:
-        for leaf, value in kept.items():
-            setattr(made, leaf, frozen(value))
-        made.take_bias(None if bias is None else bias.detach())
-        made.settle()
-        return made.train(layer.training)
-    step = _rows_at_a_time(layer, made)
-    amax = None
-    if made.needs_amax:
-        amax = torch.stack([largest(rows) for rows in _rows(layer, step)]).amax()
-    made.start_rows(next(layer.parameters()).device, amax)
-    pieces = [made.convert_rows(rows) for rows in _rows(layer, step)]
-    for leaf in list(pieces[0]):
-        setattr(made, leaf, frozen(torch.cat([piece.pop(leaf) for piece in pieces])))
+    if (values := _kept(layer, made)) is None:
+        step = _rows_at_a_time(layer, made)
+        amax = None
+        if made.needs_amax:
+            amax = torch.stack([largest(rows) for rows in _rows(layer, step)]).amax()
+        made.start_rows(next(layer.parameters()).device, amax)
+        pieces = [made.convert_rows(rows) for rows in _rows(layer, step)]
+        values = {leaf: torch.cat([piece.pop(leaf) for piece in pieces]) for leaf in list(pieces[0])}
+    for leaf, value in values.items():
+        setattr(made, leaf, frozen(value))
     made.take_bias(None if bias is None else bias.detach())
     made.settle()
     return made.train(layer.training)

@@ -72,13 +72,12 @@ def unfit(path: Path, name: str, tensor: StoredTensor | None, wanted: str) -> Ch
     return CheckpointError(f"{path}: {name} {found}; it must be {wanted}")
 
 
-def read_headers(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, StoredTensor]:
+def read_headers(folder: Path, config: dict[str, Any]) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in ``folder``, by name, without values.
 
-    ``config``: the content of its ``config.json``, if any. Raises ``CheckpointError`` if a file is missing or damaged,
+    ``config``: the content of its ``config.json``. Raises ``CheckpointError`` if a file is missing or damaged,
     if the files and the index don't agree, or if not all of them are from one save.
     """
-    config = dict(config or {})
     wanted = save_id(config, folder / CONFIG_FILE)
     path = weights_file(folder, config)
     if path.suffix == ".safetensors":

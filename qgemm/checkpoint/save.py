@@ -46,7 +46,6 @@ from qgemm.checkpoint.refusal import FUSIONS_KEY, add_refusal
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, SAVE
 from qgemm.checkpoint.safetensors_writer import check_tensor_name, write_safetensors
 from qgemm.checkpoint.staging import StagedFiles, remove_files
-from qgemm.checkpoint.stored_report import report_file
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
 from qgemm.model.report import QuantReport
 from qgemm.nn import QuantLayer
@@ -177,7 +176,7 @@ class Save:
         config = {**model_config(model), "quantization_config": {**quantization, SAVE_KEY: self.id}}
         if self.report is not None:
             config["quantization_config"]["report"] = self.name(REPORT_FILE)
-            texts[self.name(REPORT_FILE)] = _json(report_file(self.id, self.report.to_dict()))
+            texts[self.name(REPORT_FILE)] = _json({SAVE_KEY: self.id, "report": self.report.to_dict()})
         if is_pretrained(model) and quantization["quant_method"] == QUANT_METHOD:
             for path in ((), *part_configs(model)):
                 own = functools.reduce(dict.__getitem__, path, config)

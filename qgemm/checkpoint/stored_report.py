@@ -21,11 +21,6 @@ REPORT = "qgemm_report"
 """The key for the report in a file's metadata; it is JSON."""
 
 
-def report_file(save_id: str, report: dict[str, Any]) -> dict[str, Any]:
-    """The content of a report's file."""
-    return {SAVE_KEY: save_id, "report": report}
-
-
 def read_report(folder: Path, manifest: Manifest, files: Iterable[Path]) -> dict[str, Any] | None:
     """The report of the checkpoint in ``folder``, or None if it has none; ``files``: the files with its weights.
 

@@ -59,9 +59,9 @@ def find_ties(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, str]:
         else:
             storage = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
             place = (tensor.device, tensor.dtype, *storage, tensor.shape, tensor.stride())
-        known = first.setdefault(place, name)
-        if known != name:
-            ties[name] = known
+        stored = first.setdefault(place, name)
+        if stored != name:
+            ties[name] = stored
     return ties
 
 

@@ -19,8 +19,9 @@ from qgemm.device import one_thread
 from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.norms import Norm, of_samples
 from qgemm.kernels.routing import Routing
-from qgemm.numerics.blocks import BLOCK, grouped, spread_groups
+from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8, MIN_SCALE, OPERANDS
+from qgemm.numerics.groups import grouped, spread
 from qgemm.numerics.integers import cdiv
 
 P = ParamSpec("P")
@@ -95,7 +96,7 @@ def quantize_rows(
 @without_grad
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_groups`` on the CPU."""
-    q, scale = quantize_rows(grouped(_rows(x)), dtype=FP8.storage)
+    q, scale = quantize_rows(grouped(_rows(x), BLOCK), dtype=FP8.storage)
     return q.flatten(1)[:, : x.shape[-1]].reshape(x.shape).contiguous(), scale.view(*x.shape[:-1], scale.shape[1])
 
 
@@ -386,10 +387,10 @@ def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: T
     q, scale = quantize_groups(x)
     # Each value times its own scale: the float32 product is the sum of the scaled sums, except for the order of
     # rounding.
-    rows = q.view(M, K).float().mul_(spread_groups(scale.view(M, cdiv(K, BLOCK)), K))
+    rows = q.view(M, K).float().mul_(spread(scale.view(M, cdiv(K, BLOCK)), BLOCK, K))
     out = x.new_empty((*x.shape[:-1], N))
     flat = out.view(M, N)
-    for block, columns in enumerate(spread_groups(weight_scale, K)):
+    for block, columns in enumerate(spread(weight_scale, BLOCK, K)):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
         made = _mm(rows, (weight[part].float() * columns).t())
         if bias is not None:

@@ -35,9 +35,9 @@ from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.norms import Norm, of_samples
 from qgemm.kernels.scaled_weight import ScaledWeight
-from qgemm.numerics.blocks import BLOCK, grouped
+from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT4, INT8, OPERANDS
-from qgemm.numerics.groups import spread
+from qgemm.numerics.groups import grouped, spread
 from qgemm.numerics.packing import unpack_codes
 
 
@@ -64,7 +64,7 @@ def quantize_rows_reference(
 
 def quantize_groups_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """``(q, scale)`` of ``x [..., K]``: e4m3 ``[..., K]``, and float32 ``[..., ceil(K / 128)]`` for each 128 values."""
-    groups = grouped(x.reshape(x.shape[:-1].numel(), x.shape[-1]))
+    groups = grouped(x.reshape(x.shape[:-1].numel(), x.shape[-1]), BLOCK)
     q, scale = quantize_rows_reference(groups, dtype=FP8.storage)
     return q.flatten(1)[:, : x.shape[-1]].reshape(x.shape), scale.view(*x.shape[:-1], groups.shape[1])
 

@@ -78,22 +78,19 @@ class ExpertsSwap:
 
     def take(self, float_name: str, value: Tensor) -> None:
         """Converts one tensor of the float module; raises ``ValueError`` if it is a weight with NaN or Inf."""
+        name, experts = self._names[float_name], self._quantized
         with useful_threads(value.device):
-            self._take(float_name, value)
-
-    def _take(self, float_name: str, value: Tensor) -> None:
-        name = self._names[float_name]
-        self._quantized.fill(name, value, self._source, self._decided.get(name))
-        del self.waiting[float_name]
-        if name in self._quantized.weight_names and value.device.type != "meta":
-            error = WeightError()
-            for expert in range(self._quantized.num_experts):
-                rows, one = self._source.rows_of(name, value.detach(), expert), self._quantized.linear_of(name, expert)
-                step = error.rows_at_a_time((self._quantized.num_experts, *rows.shape), one.rows_in_step)
-                for start in range(0, rows.shape[0], step):
-                    stop = min(start + step, rows.shape[0])
-                    error.add(rows[start:stop], partial(one.restore_rows, one.rows_from(start, stop)))
-            self._errors.append(error.value)
+            experts.fill(name, value, self._source, self._decided.get(name))
+            del self.waiting[float_name]
+            if name in experts.weight_names and value.device.type != "meta":
+                error = WeightError()
+                for expert in range(experts.num_experts):
+                    rows, one = self._source.rows_of(name, value.detach(), expert), experts.linear_of(name, expert)
+                    step = error.rows_at_a_time((experts.num_experts, *rows.shape), one.rows_in_step)
+                    for start in range(0, rows.shape[0], step):
+                        stop = min(start + step, rows.shape[0])
+                        error.add(rows[start:stop], partial(one.restore_rows, one.rows_from(start, stop)))
+                self._errors.append(error.value)
 
     def finish(self) -> LayerRecord:
         """Puts the quantized module in place."""

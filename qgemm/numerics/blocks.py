@@ -11,20 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qgemm.numerics.formats import FP8
-from qgemm.numerics.groups import dequantize
+from qgemm.numerics.groups import dequantize, grouped, spread
 from qgemm.numerics.integers import cdiv
 
 BLOCK = 128
 
 
-def spread_groups(scale: Tensor, K: int) -> Tensor:
-    """The scale of each value, ``[M, K]``, from scales of groups ``[M, ceil(K / 128)]``."""
-    return scale.repeat_interleave(BLOCK, dim=1)[:, :K]
-
-
 def spread_blocks(scale: Tensor, N: int, K: int) -> Tensor:
     """The scale of each value, ``[N, K]``, from scales of blocks ``[ceil(N / 128), ceil(K / 128)]``."""
-    return spread_rows(spread_groups(scale, K), N)
+    return spread_rows(spread(scale, BLOCK, K), N)
 
 
 def spread_rows(scale: Tensor, N: int) -> Tensor:
@@ -32,17 +27,10 @@ def spread_rows(scale: Tensor, N: int) -> Tensor:
     return scale.repeat_interleave(BLOCK, dim=-2)[..., :N, :]
 
 
-def grouped(rows: Tensor) -> Tensor:
-    """``[M, K]`` as ``[M, ceil(K / 128), 128]``, padded with zeros."""
-    M, K = rows.shape
-    count = cdiv(K, BLOCK)
-    return F.pad(rows, (0, count * BLOCK - K)).reshape(M, count, BLOCK)
-
-
 def block_scales(weight: Tensor) -> Tensor:
     """The scales of a float weight ``[N, K]`` for e4m3, float32 ``[ceil(N / 128), ceil(K / 128)]``."""
     N, K = weight.shape
-    rows = F.pad(grouped(weight.abs()).amax(-1), (0, 0, 0, -N % BLOCK))
+    rows = F.pad(grouped(weight.abs(), BLOCK).amax(-1), (0, 0, 0, -N % BLOCK))
     return FP8.scale_of(rows.reshape(cdiv(N, BLOCK), BLOCK, cdiv(K, BLOCK)).amax(1))
 
 

@@ -36,7 +36,7 @@ def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
     folders other than ``CHAT_TEMPLATES`` and those of sentence-transformers' modules, which may have weights of their
     own. Raises ``CheckpointError`` for a link that leads out of the folder.
     """
-    copied, code = [], []
+    found: list[Path] = []
     globs = {CHAT_TEMPLATES: "*.jinja", **dict.fromkeys(_module_folders(folder), "[!.]*")}
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -44,17 +44,12 @@ def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
         if name in globs and path.is_dir():
             if path.is_symlink():
                 raise CheckpointError(f"{path} is a link; it must be a folder")
-            files = [each for each in sorted(path.glob(globs[name])) if not each.is_dir()]
-            code += [f"{name}/{each.name}" for each in files if each.name.lower().endswith(_CODE)]
-            files = [each for each in files if not each.name.lower().endswith(_CODE)]
-            copied += [checkpoint_file(path, each.name).relative_to(folder) for each in files]
-        elif path.is_dir() or name.startswith(".") or is_written_anew or name.lower().endswith(_WEIGHTS):
-            continue
-        elif name.lower().endswith(_CODE):
-            code.append(name)
-        else:
-            copied.append(checkpoint_file(folder, name).relative_to(folder))
-    return copied, code
+            found += [each for each in sorted(path.glob(globs[name])) if not each.is_dir()]
+        elif not (path.is_dir() or name.startswith(".") or is_written_anew or name.lower().endswith(_WEIGHTS)):
+            found.append(path)
+    code = [path for path in found if path.name.lower().endswith(_CODE)]
+    copied = [checkpoint_file(path.parent, path.name).relative_to(folder) for path in found if path not in code]
+    return copied, [path.relative_to(folder).as_posix() for path in code]
 
 
 def _module_folders(folder: Path) -> list[str]:

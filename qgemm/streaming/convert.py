@@ -27,9 +27,8 @@ from qgemm.device import find_device, no_garbage_collection, one_thread
 from qgemm.model.report import QuantReport
 from qgemm.model.selection import Patterns, SchemeChoice
 from qgemm.streaming.companions import copy_companion, find_companions_to_copy
-from qgemm.streaming.job import Job
 from qgemm.streaming.journal import Begun
-from qgemm.streaming.plan import CheckpointPlan
+from qgemm.streaming.plan import CheckpointPlan, describe_job, most_files, plan_checkpoint
 from qgemm.streaming.shard_plan import ShardPlan
 from qgemm.streaming.shards import write_shard
 from qgemm.streaming.source import Source, open_source
@@ -85,22 +84,22 @@ def quantize_checkpoint(
     _check_calibration(wanted, calibration)
     source, destination = as_path("source", source), as_new_folder("destination", destination).absolute()
     devices = _devices(device, workers)
-    job = Job(source.absolute(), wanted, _names(drop), max_shard_size, calibration)
+    dropped = _names(drop)
     # Measured on two cores with 0.4 GB in bfloat16: 1.3 s with one thread or two; with busy cores, 9 s with one thread,
     # and over 100 s with two, mostly spent waiting at the end of each operation.
     with one_thread(), open_source(source) as opened, ExitStack() as processes:
         # The workers start in less time than this process needs for its plan.
-        elsewhere = devices[1 : job.most_files(opened)]
-        others = [processes.enter_context(started_worker(job.source, job.drop, each)) for each in elsewhere]
+        elsewhere = devices[1 : most_files(opened, max_shard_size)]
+        others = [processes.enter_context(started_worker(source.absolute(), dropped, each)) for each in elsewhere]
         with no_garbage_collection():  # which takes a fifth of the time to import transformers
-            plan = job.plan(opened)
+            plan = plan_checkpoint(opened, wanted, dropped, max_shard_size, calibration)
         if workers > len(plan.shards):
             warn_user(
                 f"workers is {workers}, and there are {len(plan.shards)} files to write, each by one process: pass a "
                 f"smaller max_shard_size than {max_shard_size!r}, so that all of them have work"
             )
         companions = find_companions_to_copy(source)
-        description = job.describe(opened, plan)
+        description = describe_job(opened, plan, wanted, max_shard_size, has_calibration=calibration is not None)
         with _explained(destination, resume), open_workspace(destination, description) as workspace:
             if not resume:
                 workspace.clear()

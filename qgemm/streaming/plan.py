@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +33,7 @@ from qgemm.streaming.float_tensors import FloatTensor, built_float, ordered_expe
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.shard_plan import FloatWeight, ShardPlan
 from qgemm.streaming.source import Source
+from qgemm.version import __version__
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,33 @@ def plan_checkpoint(
                 copied[name] = found
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
     return CheckpointPlan(model, tensors, ties, shards, weights, copied, scales)
+
+
+def most_files(source: Source, max_shard_size: int | str) -> int:
+    """An upper bound of the number of files that ``source`` becomes, without a plan."""
+    total = sum(tensor.nbytes for tensor in source.tensors.values())
+    # The tensors of two consecutive files together exceed the size of one file.
+    return 2 * total // parse_size(max_shard_size) + 1
+
+
+def describe_job(
+    source: Source, plan: CheckpointPlan, wanted: Quantization, max_shard_size: int | str, has_calibration: bool
+) -> dict[str, Any]:
+    """Identifies ``plan`` and ``source``, JSON-ready: a run for which all of this is equal writes the same bytes.
+
+    A later run recognizes its work by this.
+    """
+    import transformers
+
+    layout = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in plan.tensors.items()}
+    return {
+        **source.fingerprints,
+        **wanted.to_dict(),
+        **({"input_scales": plan.input_scales} if has_calibration else {}),
+        "max_shard_size": parse_size(max_shard_size),
+        "layout": hashlib.sha256(json.dumps([layout, plan.shards]).encode()).hexdigest(),
+        "versions": {"qgemm": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
 
 
 def _made_of(

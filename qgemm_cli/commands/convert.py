@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -13,7 +12,7 @@ from torch import nn
 
 import qgemm
 from qgemm.arguments import as_new_folder
-from qgemm.checkpoint.disk import make_folder, open_regular, replacing, writing
+from qgemm.checkpoint.disk import make_folder, open_regular, replacing, sync_file, writing
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import check_no_adapter, checkpoint_files
 from qgemm.checkpoint.locking import locked
@@ -81,8 +80,7 @@ def _write(model: nn.Module, source: Path, destination: Path, overwrite: bool, *
                 with open_regular(source / path) as original:
                     copy = copies.enter_context(replacing(target))
                     shutil.copyfileobj(original, copy)
-                copy.flush()
-                os.fsync(copy.fileno())
+                sync_file(copy)
             if not has_old:
                 copies.close()  # puts them in place
             qgemm.save_quantized(model, destination, overwrite=overwrite, **options)

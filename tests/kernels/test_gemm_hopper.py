@@ -21,7 +21,8 @@ from qgemm.kernels.gemm.problem import Problem
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.reference import block_scaled_mm_reference, quantize_groups_reference
 from qgemm.nn import BlockScaledLinear
-from qgemm.numerics.blocks import spread_blocks, spread_groups
+from qgemm.numerics.blocks import BLOCK, spread_blocks
+from qgemm.numerics.groups import spread
 from qgemm.numerics.integers import cdiv
 from tests.kernels.devices import H200
 from tests.kernels.test_linear import Parameters
@@ -320,7 +321,7 @@ def test_tiles_with_scales_of_blocks(M: int, N: int, K: int, tile: tuple[int, in
     (config,) = (config for config in FP8_CONFIGS if (config.block_m, config.block_n) == tile)
     a, b, bias = fp8(M, K), fp8(N, K), torch.randn(N, device="cuda")
     a_scale, b_scale = (torch.rand(rows, cdiv(K, 128), device="cuda") / 100 for rows in (M, cdiv(N, 128)))
-    wide_a, wide_b = a.double() * spread_groups(a_scale, K), b.double() * spread_blocks(b_scale, N, K)
+    wide_a, wide_b = a.double() * spread(a_scale, BLOCK, K), b.double() * spread_blocks(b_scale, N, K)
     exact = wide_a @ wide_b.t() + bias
     leave_nan_in_free_memory(M, N)
     out = gemm.scaled_mm(a, b.t(), a_scale, b_scale, bias, torch.float16, config)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qgemm.numerics.blocks import BLOCK, block_scales, dequantize_blocks, grouped, round_blocks, spread_blocks
+from qgemm.numerics.blocks import BLOCK, block_scales, dequantize_blocks, round_blocks, spread_blocks
 from qgemm.numerics.formats import FP8
 
 
@@ -33,11 +33,3 @@ def test_zeros_have_scale_1_and_nan_makes_nan() -> None:
     weight[129, 0] = torch.nan
     assert block_scales(weight).isnan().tolist() == [[False] * 3, [True, False, False]]
     assert (block_scales(weight)[0] == 1).all()
-
-
-def test_groups_are_filled_up_with_zeros() -> None:
-    rows = torch.randn(3, 130)
-    groups = grouped(rows)
-    assert groups.shape == (3, 2, BLOCK)
-    assert torch.equal(groups.flatten(1)[:, :130], rows)
-    assert not groups[:, 1, 2:].any()

@@ -11,6 +11,7 @@ from qgemm.numerics.groups import (
     dequantize,
     float_scale,
     global_scale_of,
+    grouped,
     quantize_groups,
     round_scale,
     spread,
@@ -274,3 +275,11 @@ def test_rows_with_nan_keep_it(device: torch.device) -> None:
     scale = quantize_groups(weight, 128, INT4, "steps")[1]
     assert scale[1, 0].isnan()
     assert scale[[0, 2]].isfinite().all()
+
+
+def test_groups_are_filled_up_with_zeros() -> None:
+    rows = torch.randn(3, 130)
+    groups = grouped(rows, 128)
+    assert groups.shape == (3, 2, 128)
+    assert torch.equal(groups.flatten(1)[:, :130], rows)
+    assert not groups[:, 1, 2:].any()

@@ -16,8 +16,8 @@ from families import FAMILIES
 from qgemm.calibration.quantization import Quantization
 from qgemm.scheme import SCHEMES, QuantScheme
 from qgemm.streaming.float_tensors import FloatTensor, parse_float
-from qgemm.streaming.job import Job
 from qgemm.streaming.journal import Begun
+from qgemm.streaming.plan import plan_checkpoint
 from qgemm.streaming.shard_plan import ShardPlan
 from qgemm.streaming.shards import write_shard
 from qgemm.streaming.source import open_source
@@ -48,7 +48,7 @@ def check_plans(source: Path, wanted: Quantization, max_shard_size: str = "20KB"
     """Compares the files of ``wanted`` with those of the plans that went through JSON; returns these plans."""
     described = []
     with open_source(source) as opened, open_source(source) as other:
-        plan = Job(source, wanted, [], max_shard_size).plan(opened)
+        plan = plan_checkpoint(opened, wanted, [], max_shard_size)
         for name in plan.shards:
             shard = plan.shard(name)
             described.append(json.loads(json.dumps(shard.to_dict())))
@@ -132,7 +132,7 @@ def test_what_transformers_makes_is_asked_for(tmp_path: Path) -> None:
         return FloatTensor(tuple(values["shape"]), torch.bfloat16, lambda start, stop: torch.ones(()))
 
     with open_source(source) as opened:
-        plan = Job(source, Quantization.of("int8"), [], "1MB").plan(opened)
+        plan = plan_checkpoint(opened, Quantization.of("int8"), [], "1MB")
         for name in plan.shards:
             ShardPlan.from_dict(plan.shard(name).to_dict(), lambda values: parse_float(values, opened, make))
     assert sorted(each.rpartition("self_attn.")[2] for each in asked) == [f"{each}_proj.weight" for each in "kqv"]

@@ -176,8 +176,8 @@ def test_a_file_that_takes_the_place_of_the_one_that_was_checked(
     }[change]
     assert old in path.read_bytes()
 
-    def read_headers(folder: Path, config: object = None) -> Any:
-        found = original(folder)
+    def read_headers(folder: Path, config: dict[str, Any]) -> Any:
+        found = original(folder, config)
         path.write_bytes(path.read_bytes().replace(old, new))
         os.utime(path, ns=(0, 0))  # clocks of file systems are coarse
         return found
