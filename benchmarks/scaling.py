@@ -115,29 +115,29 @@ class Inventory:
         """Bytes of keys and values of ``tokens`` on each of ``gpus``."""
         return tokens * (self.token - self.cut_token + self.cut_token / gpus) * bits / 16
 
-    def room(self, gpus: int, device: Device = H200, bits: int = 16) -> int:
+    def room(self, gpus: int) -> int:
         """How many tokens fit beside the weights, of all sequences together; below 0 the weights don't."""
-        left = device.memory - device.reserve - self.weights(gpus)
-        return int(left // self.cache(1, gpus, bits))
+        left = H200.memory - H200.reserve - self.weights(gpus)
+        return int(left // self.cache(1, gpus))
 
-    def step(self, batch: int, context: int, gpus: int = 1, device: Device = H200, bits: int = 16) -> float:
+    def step(self, batch: int, context: int, gpus: int = 1, bits: int = 16) -> float:
         """Seconds of a step of ``batch`` sequences with ``context`` tokens each."""
         read = self.whole + (self.cut + self.head) / gpus
         if self.mixtures:  # the experts that any of the tokens chooses, each token by itself
             read += self.experts / gpus * (1 - (1 - self.chosen / self.choices) ** batch)
         read += self.cache(batch * context, gpus, bits)
-        fixed = (self.layers - self.mixtures) * device.per_layer + self.mixtures * device.per_mixture + device.per_step
-        return read / device.bandwidth + fixed + self._sums(batch, gpus, device)
+        fixed = (self.layers - self.mixtures) * H200.per_layer + self.mixtures * H200.per_mixture + H200.per_step
+        return read / H200.bandwidth + fixed + self._sums(batch, gpus)
 
-    def prefill(self, tokens: int, gpus: int = 1, device: Device = H200) -> float:
+    def prefill(self, tokens: int, gpus: int = 1) -> float:
         """Seconds of a prompt of ``tokens`` in all, of some thousands each, through an int8 model without mixtures."""
         if self.mixtures:
             raise ValueError("prompts through mixtures don't follow this rule: measure one")
-        own = 2 * tokens * self.values / device.rate + self.layers * tokens * self.hidden * device.per_value
-        return own / gpus + self._sums(tokens, gpus, device)
+        own = 2 * tokens * self.values / H200.rate + self.layers * tokens * self.hidden * H200.per_value
+        return own / gpus + self._sums(tokens, gpus)
 
-    def _sums(self, tokens: int, gpus: int, device: Device) -> float:
-        return 2 * self.layers * device.sum_seconds(gpus, 2 * tokens * self.hidden)
+    def _sums(self, tokens: int, gpus: int) -> float:
+        return 2 * self.layers * H200.sum_seconds(gpus, 2 * tokens * self.hidden)
 
 
 def inventory(shape: ModelShape, scheme: str = "int8", layers: int | None = None, **options: Any) -> Inventory:

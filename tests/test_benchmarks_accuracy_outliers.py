@@ -67,8 +67,3 @@ def test_the_channels_are_larger_by_the_factors() -> None:
             assert sorted(ratio[outliers].tolist()) == sorted(NORM_FACTORS)
             chosen.add(tuple(outliers))
     assert len(chosen) == 1, "the same channels in all blocks"
-
-
-def test_a_factor_that_rounds_is_refused() -> None:
-    with pytest.raises(ValueError, match="factor is 20"):
-        add_outliers(tiny_llama(), norm_factors=(20.0,))

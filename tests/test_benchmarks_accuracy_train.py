@@ -123,16 +123,6 @@ def test_the_weights_kept_are_the_best_not_the_last(corpus: dict[str, str]) -> N
     assert evaluate(model, windows_of(held_out, 32)).perplexity < 1.5 * TINY.vocabulary
 
 
-@pytest.mark.slow
-def test_a_time_limit_ends_a_run(corpus: dict[str, str]) -> None:
-    tokens, held_out, end = data(corpus)
-    endless = Size(32, 1, 2, 64, 320, batch=4, steps=10**6, learning_rate=1e-2, window=32)
-    perplexity = evaluate(
-        train_model(endless, tokens, held_out, end, minutes=0.02), windows_of(held_out, 32)
-    ).perplexity
-    assert perplexity < TINY.vocabulary
-
-
 @pytest.mark.complete
 def test_a_saved_model_is_what_the_command_says(
     corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -58,10 +58,10 @@ def batches_of(tokenizer: Any, sentences: Sequence[str], device: str | torch.dev
 
 
 @torch.no_grad()
-def embed(model: nn.Module, batches: Sequence[Any], name: str = "embed", progress: bool | None = None) -> Tensor:
+def embed(model: nn.Module, batches: Sequence[Any], name: str = "embed") -> Tensor:
     """The embeddings ``[sentences, width]``, float32, in the order of the batches."""
     parts = []
-    for batch in tqdm(batches, desc=name, unit="batch", disable=None if progress is None else not progress):
+    for batch in tqdm(batches, desc=name, unit="batch", disable=None):
         mask = batch["attention_mask"][..., None]
         hidden = model(**batch).last_hidden_state.float()
         parts.append(F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1))

@@ -36,31 +36,20 @@ DOWN_FACTORS = (32.0, 64.0)
 
 
 @torch.no_grad()
-def add_outliers(
-    model: nn.Module,
-    norm_factors: Sequence[float] = NORM_FACTORS,
-    down_factors: Sequence[float] = DOWN_FACTORS,
-    seed: int = 0,
-) -> nn.Module:
-    """Makes some channels of a Llama-like model's activations larger by these factors, in place; returns the model.
-
-    ``seed`` chooses the channels. Factors must be powers of two; ``ValueError`` says so.
-    """
-    for factor in (*norm_factors, *down_factors):
-        if torch.frexp(torch.tensor(factor)).mantissa != 0.5:
-            raise ValueError(f"factor is {factor}; it must be a power of two, so that nothing is rounded")
+def add_outliers(model: nn.Module) -> nn.Module:
+    """Makes some channels of a Llama-like model's activations larger, in place; returns the model."""
     body: Any = model.get_submodule("model")
-    generator = torch.Generator().manual_seed(seed)
-    shared = torch.randperm(body.embed_tokens.weight.shape[1], generator=generator)[: len(norm_factors)]
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randperm(body.embed_tokens.weight.shape[1], generator=generator)[: len(NORM_FACTORS)]
     for block in body.layers:
         attention, mlp = block.self_attn, block.mlp
         for norm, readers in (
             (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
             (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
         ):
-            _scale(norm.weight, readers, shared, norm_factors)
-        own = torch.randperm(mlp.down_proj.weight.shape[1], generator=generator)[: len(down_factors)]
-        _scale(mlp.up_proj.weight, (mlp.down_proj,), own, down_factors)
+            _scale(norm.weight, readers, shared, NORM_FACTORS)
+        own = torch.randperm(mlp.down_proj.weight.shape[1], generator=generator)[: len(DOWN_FACTORS)]
+        _scale(mlp.up_proj.weight, (mlp.down_proj,), own, DOWN_FACTORS)
     return model
 
 

@@ -7,9 +7,9 @@
 depend on another machine's Python: ``tokens.safetensors`` has the ids of held-out text (``"held_out"``) and of text for
 calibration (``"calibration"``, which the model was trained on), ``sentences.json`` sentences for ``minilm.py``.
 
-On a CPU the same seed gives the same bits with the same versions and as many threads, unless ``--minutes`` cut the run
-short; on a GPU not quite, since the gradient of attention is added up in any order. The weights kept are those with the
-least loss on the validation split, a tenth of the run apart: the text is short, so that a long run learns it by heart.
+On a CPU the same seed gives the same bits with the same versions and as many threads; on a GPU not quite, since the
+gradient of attention is added up in any order. The weights kept are those with the least loss on the validation split,
+a tenth of the run apart: the text is short, so that a long run learns it by heart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,14 +108,12 @@ def train_model(
     *,
     seed: int = 0,
     device: str | torch.device = "cpu",
-    minutes: float | None = None,
-    progress: bool | None = None,
 ) -> LlamaForCausalLM:
     """A model trained on ``tokens`` ``[n]``, in float32, with the weights that did best on ``validation`` ``[m]``.
 
     AdamW in float32, the model under bfloat16 autocast; the learning rate rises over ``size.warm_up`` steps, then falls
-    along a cosine to nothing at ``size.steps``, or when ``minutes`` are over. Every pass goes over all windows in
-    another order, cut at another place.
+    along a cosine to nothing at ``size.steps``. Every pass goes over all windows in another order, cut at another
+    place.
     """
     torch.manual_seed(seed)
     model: Any = build_model(size, end)
@@ -131,15 +128,12 @@ def train_model(
     )
     held_out = windows_of(validation, min(size.window, len(validation)))
     batches = _batches(tokens.to(device), size, seed)
-    best, best_loss, started = model.state_dict(), math.inf, time.perf_counter()
+    best, best_loss = model.state_dict(), math.inf
     every = max(1, size.steps // 10)
-    with tqdm(total=size.steps, desc="train", unit="step", disable=None if progress is None else not progress) as bar:
+    with tqdm(total=size.steps, desc="train", unit="step", disable=None) as bar:
         for step in range(size.steps):
-            spent = (time.perf_counter() - started) / (60 * minutes) if minutes else 0.0
-            done = max(step / size.steps, spent)
-            if done >= 1:
-                break
-            rate = size.learning_rate * min(1.0, (step + 1) / size.warm_up) * (1 + math.cos(math.pi * done)) / 2
+            cosine = math.cos(math.pi * step / size.steps)
+            rate = size.learning_rate * min(1.0, (step + 1) / size.warm_up) * (1 + cosine) / 2
             for group in optimizer.param_groups:
                 group["lr"] = rate
             windows = next(batches)
@@ -156,8 +150,6 @@ def train_model(
                 best_loss, best = _keep_the_better(model, held_out, best_loss, best)
                 line = f"step {step + 1}: loss {loss.item():.3f}, least validation loss so far {best_loss:.3f}"
                 tqdm.write(line, file=sys.stderr)
-    if minutes:  # the end of a run that was cut short
-        best_loss, best = _keep_the_better(model, held_out, best_loss, best)
     model.load_state_dict(best)
     trained: LlamaForCausalLM = model.eval()
     return trained
@@ -207,7 +199,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer.bos_token_id,
         seed=args.seed,
         device=args.device,
-        minutes=args.minutes,
     )
     # The weights alone: the frequencies of the rotary embedding, which aren't saved, stay in float32.
     for weight in model.parameters():
@@ -240,7 +231,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="how many steps, instead of the size's own number")
-    parser.add_argument("--minutes", type=float, help="stop after so long; the run can't be repeated bit for bit then")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--max-shard-size", default="5GB", help="of a file of weights (default: %(default)s)")
     return parser.parse_args(arguments)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, HTTP, PREFILL
 STATIC_CACHE: Mapping[str, Any] = {"cache_implementation": "static"}
 """With it transformers compiles the steps of decoding, on a GPU."""
 DEFAULT = (PREFILL, DECODE, SERVE, FIRST_TOKEN, ENCODE)
+_OF_LAYERS = (PREFILL, DECODE, SERVE, FIRST_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -56,23 +58,11 @@ def _qgemm(model: Any, scheme: str = "int8", **options: Any) -> list[str]:
     return [str(qgemm.fusion_report(model)).splitlines()[-1]]
 
 
-def _qgemm_int8_cache(model: Any) -> list[str]:
-    return _qgemm(model, cache_dtype=torch.int8)
-
-
 def _qgemm_host_embeddings(model: Any) -> list[str]:
     import qgemm
 
     notes = _qgemm(model)
     return [*notes, f"{qgemm.offload_embeddings(model) / 1e9:.2f} GB of embeddings in the host's memory"]
-
-
-def _qgemm_int4(model: Any) -> list[str]:
-    return _qgemm(model, "int4")
-
-
-def _qgemm_int4_int8(model: Any) -> list[str]:
-    return _qgemm(model, "int4-int8")
 
 
 def _torchao(model: Any) -> list[str]:
@@ -102,16 +92,19 @@ PROVIDERS = {
         Provider("bf16", _float, measures=(*DEFAULT, HTTP)),
         Provider("bf16 compiled", _float, STATIC_CACHE, (DECODE, FIRST_TOKEN)),
         Provider("qgemm", _qgemm, measures=(*DEFAULT, HTTP)),
-        Provider("qgemm int8 cache", _qgemm_int8_cache, measures=(DECODE, SERVE)),
+        Provider("qgemm int8 cache", partial(_qgemm, cache_dtype=torch.int8), measures=(DECODE, SERVE)),
         Provider("qgemm host embeddings", _qgemm_host_embeddings, measures=(PREFILL, DECODE, SERVE)),
-        Provider("qgemm int4", _qgemm_int4, measures=(PREFILL, DECODE, SERVE, FIRST_TOKEN), is_coarse=True),
-        Provider("qgemm int4-int8", _qgemm_int4_int8, measures=(PREFILL, DECODE, SERVE, FIRST_TOKEN), is_coarse=True),
-        Provider("torchao int8", _torchao, STATIC_CACHE, (PREFILL, DECODE, SERVE, FIRST_TOKEN), "torchao"),
-        Provider("gemlite int8", _gemlite, STATIC_CACHE, (PREFILL, DECODE, SERVE, FIRST_TOKEN), "gemlite"),
+        *(
+            Provider(f"qgemm {scheme}", partial(_qgemm, scheme=scheme), measures=_OF_LAYERS, is_coarse=True)
+            for scheme in ("int4", "int4-int8")
+        ),
+        Provider("torchao int8", _torchao, STATIC_CACHE, _OF_LAYERS, "torchao"),
+        Provider("gemlite int8", _gemlite, STATIC_CACHE, _OF_LAYERS, "gemlite"),
         # ``vllm_worker.py`` measures these; they have weights of their own.
-        Provider("vllm bf16", _float, {}, (PREFILL, DECODE, SERVE, HTTP), "vllm"),
-        Provider("vllm int8", _float, {}, (PREFILL, DECODE, SERVE, HTTP), "vllm"),
-        Provider("vllm fp8", _float, {}, (PREFILL, DECODE, SERVE, HTTP), "vllm"),
+        *(
+            Provider(f"vllm {kind}", _float, {}, (PREFILL, DECODE, SERVE, HTTP), "vllm")
+            for kind in ("bf16", "int8", "fp8")
+        ),
         Provider("vllm qgemm", _float, {}, (PREFILL, DECODE, SERVE), "vllm"),
     )
 }

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.calibration.folding import as_they_were, idle_modules, input_weights, known_experts, norm_consumers
-from qgemm.calibration.method import Block, Call, LayerWork, Method, first_tensor
+from qgemm.calibration.method import Block, Call, LayerWork, Method
 from qgemm.numerics.hadamard import hadamard
 
 # Ends of names of linear layers whose output is added to the residual stream.
@@ -90,13 +90,13 @@ def rotate_residual(model: Any, seed: int = 0) -> str:
         for name, module in model.named_modules()
         if (tensors := _written(name, module)) and tensors[0].shape[-1] == K
     }
-    expected = first_tensor(next(block.run())).float()
+    expected = block.outputs()[0].float()
     with as_they_were([embedding, *readers, *chain.from_iterable(readers.values()), *written]) as keep:
         for norm, layers in readers.items():
             _fold_and_rotate(norm, layers, signs)
         for tensor in (embedding.weight, *chain.from_iterable(written.values())):
             _rotate(tensor, signs)
-        difference = first_tensor(next(block.run())).float() - expected
+        difference = block.outputs()[0].float() - expected
         change = float((difference.norm(dim=-1) / expected.norm(dim=-1)).median())
         if change <= _TOLERANCES[embedding.weight.dtype]:
             keep()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -75,39 +76,20 @@ _OPERATORS = {
 _ARGUMENTS = {"self", "hidden_states", *_MASKS, POSITION_BIAS, "output_attentions", "kwargs"}
 
 
-@dataclass(frozen=True)
-class OneByOne:
-    """``(q, k, cos, sin) -> (q, k)`` from a function that rotates one of them at a time."""
-
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, ``[B, H, S, D]``."""
-        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+def _rotate_one_by_one(rotate: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, ``[B, H, S, D]``, by a function that rotates one of them at a time."""
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
-@dataclass(frozen=True)
-class OfTokens:
-    """``(q, k, cos, sin) -> (q, k)`` from a function that rotates heads ``[B, S, H, D]``."""
-
-    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, ``[B, H, S, D]``."""
-        q, k = self.rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        return q.transpose(1, 2), k.transpose(1, 2)
+def _rotate_tokens(rotate: Any, q: Tensor, k: Tensor, *angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, ``[B, H, S, D]``, by a function that rotates heads ``[B, S, H, D]``."""
+    q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), *angles)
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class ByComplexNumbers:
-    """``(q, k, cos, sin) -> (q, k)`` from a function that multiplies heads ``[B, S, H, D / 2]`` by complex numbers."""
-
-    rotate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, ``[B, H, S, D]``."""
-        q, k = self.rotate(q.transpose(1, 2), k.transpose(1, 2), torch.complex(cos.float(), sin.float()))
-        return q.transpose(1, 2), k.transpose(1, 2)
+def _rotate_complex(rotate: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, ``[B, H, S, D]``, by a function that multiplies heads ``[B, S, H, D / 2]`` by complex numbers."""
+    return _rotate_tokens(rotate, q, k, torch.complex(cos.float(), sin.float()))
 
 
 def find_attention(
@@ -331,12 +313,12 @@ def _rotate(attention: nn.Module) -> Any:
     parameters = [] if function is None else [*inspect.signature(function).parameters.values()]
     needed = [each.name for each in parameters if each.default is each.empty]
     if len(called) == 1 and name == _ROTATE_COMPLEX and needed[2:] == ["freqs_cis"]:
-        return ByComplexNumbers(function)
+        return partial(_rotate_complex, function)
     if len(called) == 1 and name == _ROTATE:
         # Its second argument is either the keys, or already the cosines.
-        return OneByOne(function) if parameters[1].name == "cos" else function
+        return partial(_rotate_one_by_one, function) if parameters[1].name == "cos" else function
     if len(called) == 1 and needed == ["q", "k", "cos", "sin"]:
-        return OfTokens(function)
+        return partial(_rotate_tokens, function)
     raise NotFused(f"{type(attention).__name__} rotates by {name}, which is unknown")
 
 

@@ -96,7 +96,8 @@ class Replayed:
         else:
             self._graph = self._memory.capture(run)
             if self._memory.has_collectives:
-                _end_with_processes(self)
+                _between_processes.add(self)
+                _end_with_processes()
             self._graph.replay()
 
     def end(self) -> None:
@@ -109,14 +110,9 @@ class Replayed:
 _between_processes: weakref.WeakSet[Replayed] = weakref.WeakSet()
 
 
-def _end_with_processes(replayed: Replayed) -> None:
-    """Ends the graph of ``replayed`` before a process group or the interpreter ends."""
-    _between_processes.add(replayed)
-    _watch_ends()
-
-
 @functools.cache
-def _watch_ends() -> None:
+def _end_with_processes() -> None:
+    """Makes graphs ``_between_processes`` end before a process group or the interpreter ends."""
     # destroy_process_group calls this for each group, however it was imported.
     shut_down = distributed.ProcessGroup.shutdown
 
