@@ -281,7 +281,8 @@ def _layer(block: nn.Module, name: str) -> Any:
 def _defaults(block: nn.Module) -> dict[str, Any]:
     """The arguments of the block's ``forward``, in order; None for those that must be given."""
     parameters = [*inspect.signature(type(block).forward).parameters.values()][1:]
-    return {each.name: None if each.default is each.empty else each.default for each in parameters}
+    named = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return {each.name: None if each.default is each.empty else each.default for each in named}
 
 
 _FOUND_BY: dict[str, Callable[[nn.Module], Block]] = {

@@ -86,11 +86,24 @@ def check_activate(x: Tensor, activation: str, gated: bool) -> None:
 
 
 def check_activation_quantize(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
+    x: Tensor,
+    activation: str,
+    gated: bool,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+    prefix: Tensor | None = None,
 ) -> None:
     """Raises if ``activation_quantize`` doesn't accept these."""
     _check_quantized("activation_quantize", dtype)
     check_activate(x, activation, gated)
+    if prefix is not None:
+        if gated:
+            raise ValueError("prefix is for activations without gates: pass gated=False, or no prefix")
+        if prefix.dtype != x.dtype or prefix.shape[:-1] != x.shape[:-1] or prefix.ndim != x.ndim:
+            wanted = f"{x.dtype} {[*x.shape[:-1], 'P']}, as x is"
+            raise ValueError(f"prefix is {prefix.dtype} {list(prefix.shape)}; it must be {wanted}")
+        check_strided("prefix", prefix)
+        check_same_device(x=x, prefix=prefix)
     _check_static_scale("input_scale", input_scale, x)
 
 

@@ -116,11 +116,19 @@ def norm_quantize(
 
 @without_grad
 def activation_quantize(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
+    x: Tensor,
+    activation: str,
+    gated: bool,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.activation_quantize`` on the CPU."""
     K = x.shape[-1] // 2 if gated else x.shape[-1]
-    return _quantize(lambda x: activated(x, activation, gated), (x,), K, input_scale, dtype=dtype)
+    if prefix is None:
+        return _quantize(lambda x: activated(x, activation, gated), (x,), K, input_scale, dtype=dtype)
+    both = lambda x, prefix: torch.cat([prefix, activated(x, activation, gated)], dim=-1)  # noqa: E731
+    return _quantize(both, (x, prefix), prefix.shape[-1] + K, input_scale, dtype=dtype)
 
 
 @without_grad

@@ -158,7 +158,12 @@ def post_norm_quantize(
 
 
 def activation_quantize(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = torch.int8
+    x: Tensor,
+    activation: str,
+    gated: bool,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows`` of ``act(gate) * up`` in one kernel: the step between the two products of an MLP.
 
@@ -166,9 +171,11 @@ def activation_quantize(
     then ``act(x)``. ``activation``: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"relu"`` or ``"relu2"``; it is
     rounded to the dtype of ``x``, and so is the product, as float modules do. Returns ``q [..., I]`` and ``row_scale``
     as from ``quantize_rows``.
+
+    ``prefix``: ``[..., P]``, without ``gated``: ``cat(prefix, act(x))`` is quantized, ``[..., P + I]``.
     """
-    checks.check_activation_quantize(x, activation, gated, input_scale, dtype)
-    out: tuple[Tensor, Tensor] = _backend(x).activation_quantize(x, activation, gated, input_scale, dtype)
+    checks.check_activation_quantize(x, activation, gated, input_scale, dtype, prefix)
+    out: tuple[Tensor, Tensor] = _backend(x).activation_quantize(x, activation, gated, input_scale, dtype, prefix)
     return out
 
 

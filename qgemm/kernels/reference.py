@@ -175,13 +175,21 @@ def post_norm_quantize_reference(
 
 
 def activation_quantize_reference(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
+    x: Tensor,
+    activation: str,
+    gated: bool,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows_reference(round(round(act(gate)) * up), input_scale)`` of ``x [..., 2I]``, gates before ups.
 
-    Without ``gated``, it quantizes ``round(act(x))``. ``round`` is to the dtype of ``x``.
+    Without ``gated``, it quantizes ``round(act(x))``; with ``prefix``, ``cat(prefix, round(act(x)))``. ``round`` is to
+    the dtype of ``x``.
     """
-    return quantize_rows_reference(activated(x, activation, gated), input_scale, dtype=dtype)
+    values = activated(x, activation, gated)
+    values = values if prefix is None else torch.cat([prefix, values], dim=-1)
+    return quantize_rows_reference(values, input_scale, dtype=dtype)
 
 
 def int_mm_reference(a: Tensor, b: Tensor) -> Tensor:

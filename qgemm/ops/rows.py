@@ -2,7 +2,7 @@
 
 - ``quantize_rows(x, scale, zero_point, dtype)``: ``(q, row_scale)``.
 - ``quantize_groups(x)``: ``(q, scale)``, with a scale for each 128 values of a row.
-- ``activation_quantize(x, activation, gated, input_scale, dtype)``: the same, after ``act(gate) * up``.
+- ``activation_quantize(x, activation, gated, input_scale, dtype, prefix)``: the same, after ``act(gate) * up``.
 - ``activate(x, activation, gated)``: ``act(gate) * up`` itself.
 - ``hadamard(x)``: ``x`` times a block-diagonal Walsh-Hadamard matrix.
 """
@@ -23,20 +23,26 @@ from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
 
 
 def activation_quantize(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
+    x: Tensor,
+    activation: str,
+    gated: bool,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.qgemm.activation_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
-    what, tensors = ("activation_quantize", activation, gated, dtype), (x, input_scale)
+    what, tensors = ("activation_quantize", activation, gated, dtype), (x, input_scale, prefix)
     out: Any = recall_launch(what, tensors)
-    if out is None and seen_by_others(x, input_scale):
-        out = torch.ops.qgemm.activation_quantize(x, activation, gated, input_scale, dtype)
+    if out is None and seen_by_others(x, input_scale, prefix):
+        out = torch.ops.qgemm.activation_quantize(x, activation, gated, input_scale, dtype, prefix)
     elif out is None:
-        out = dispatch.activation_quantize(x, activation, gated, input_scale, dtype)
+        out = dispatch.activation_quantize(x, activation, gated, input_scale, dtype, prefix)
 
         def launched() -> Any:
             from qgemm.kernels.activation import launcher
 
-            return launcher.find_launch(x, activation, gated, input_scale, *out)
+            q, row_scale = out
+            return launcher.find_launch(x, activation, gated, input_scale, q, row_scale, prefix)
 
         remember_launch(what, tensors, out, launched)
     found: tuple[Tensor, Tensor] = out
@@ -94,19 +100,36 @@ operator(
 )
 
 
-def _activation_quantize_fake(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None, dtype: torch.dtype = INT8.storage
+def _activation_quantize(
+    x: Tensor,
+    activation: str,
+    gated: bool,
+    input_scale: Tensor | None,
+    dtype: torch.dtype | None = None,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    checks.check_activation_quantize(x, activation, gated, input_scale, dtype)
-    columns = x.shape[-1] // 2 if gated else x.shape[-1]
+    return dispatch.activation_quantize(x, activation, gated, input_scale, dtype or INT8.storage, prefix)
+
+
+def _activation_quantize_fake(
+    x: Tensor,
+    activation: str,
+    gated: bool,
+    input_scale: Tensor | None,
+    dtype: torch.dtype | None = None,
+    prefix: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    dtype = dtype or INT8.storage
+    checks.check_activation_quantize(x, activation, gated, input_scale, dtype, prefix)
+    columns = (x.shape[-1] // 2 if gated else x.shape[-1]) + (0 if prefix is None else prefix.shape[-1])
     q = x.new_empty((*x.shape[:-1], columns), dtype=dtype)
     return q, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 operator(
-    "activation_quantize(Tensor x, str activation, bool gated, Tensor? input_scale, ScalarType? dtype=None) -> "
-    "(Tensor, Tensor)",
-    compute=dispatch.activation_quantize,
+    "activation_quantize(Tensor x, str activation, bool gated, Tensor? input_scale, ScalarType? dtype=None, "
+    "Tensor? prefix=None) -> (Tensor, Tensor)",
+    compute=_activation_quantize,
     fake=_activation_quantize_fake,
     **NO_GRADIENT,
 )

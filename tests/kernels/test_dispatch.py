@@ -114,6 +114,28 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     # activation_quantize
     (
+        lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "silu", True, prefix=ones(3, 4, dtype=F32)),
+        ValueError,
+        "prefix is for activations without gates",
+    ),
+    (
+        lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "silu", False, prefix=ones(2, 4, dtype=F32)),
+        ValueError,
+        "prefix is torch.float32 [2, 4]; it must be torch.float32 [3, 'P'], as x is",
+    ),
+    (
+        lambda: dispatch.add_norm(
+            ones(3, 4, dtype=F32), None, ones(4, dtype=F32), None, None, Norm(), ones(3, 4, dtype=F32)
+        ),
+        ValueError,
+        "gate and branch_weight exclude each other",
+    ),
+    (
+        lambda: dispatch.add_norm(ones(3, 4, dtype=F32), None, None, None, None, Norm(), ones(2, 4, dtype=F32)),
+        ValueError,
+        "gate is torch.float32 [2, 4]; it must be torch.float32 [3, 4], as x is",
+    ),
+    (
         lambda: dispatch.activation_quantize(ones(3, 5, dtype=F32), "silu", True),
         ValueError,
         "x has 5 columns; gates and ups side by side are an even number of them",

@@ -58,6 +58,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "activation_quantize": (x, "silu", True, None),
         "activation_quantize static": (x.view(1, 5, 16), "gelu_tanh", False, one),
         "activation_quantize fp8": (x, "silu", True, None, E4M3),
+        "activation_quantize prefix": (x, "gelu", False, None, None, x[:, :8]),
         "norm_quantize": (x, gamma, None, *norm, None),
         "norm_quantize fp8": (x, gamma, None, *norm, one, E4M3),
         "add_norm_quantize fp8": (x, x.flip(0), None, gamma, None, *norm, None, E4M3),
@@ -150,6 +151,10 @@ def add_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return total if adds else x.new_empty(0), normed if norms else x.new_empty(0)
 
 
+def with_dtype(scale: Tensor | None, dtype: torch.dtype | None = None, *others: Any) -> tuple[Any, ...]:
+    return scale, dtype or torch.int8, *others
+
+
 def function_of(variant: str) -> Any:
     name = variant.split()[0]
     elsewhere = {
@@ -161,9 +166,8 @@ def function_of(variant: str) -> Any:
         "rotate_and_store": lambda *a: rotary.rotate_and_store(RotaryCall(*a[:12]), KeyValueStore(*a[12:])),
         "quant_linear_asymmetric": dispatch.quant_linear_asymmetric,
         "norm_quantize": lambda *a: dispatch.norm_quantize(*a[:3], Norm(*a[3:5]), *a[5:]),
-        "add_norm_quantize": lambda *a: dispatch.add_norm_quantize(
-            *a[:5], Norm(*a[5:7]), a[7], (a[8] if len(a) > 8 else None) or torch.int8, *a[9:]
-        ),
+        "add_norm_quantize": lambda *a: dispatch.add_norm_quantize(*a[:5], Norm(*a[5:7]), *with_dtype(*a[7:])),
+        "activation_quantize": lambda *a: dispatch.activation_quantize(*a[:3], *with_dtype(*a[3:])),
         "add_norm": add_norm,
         "post_norm": lambda *a: dispatch.post_norm(*a[:4], Norm(*a[4:])),
         "post_norm_quantize": lambda *a: dispatch.post_norm_quantize(*a[:4], Norm(*a[4:6]), *a[6:]),

@@ -10,18 +10,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages.activations import gate_slope, gate_value, up_value
 from qgemm.kernels.stages.epilogue import rounded
-from qgemm.kernels.stages.rows import GatedRow, quantize_row, row_quantization
+from qgemm.kernels.stages.rows import GatedRow, JoinedRow, quantize_row, row_quantization
 
 
 @triton.jit(do_not_specialize=["M"])
 def _activation_quantize_kernel(
-    x, q, row_scale, scale,
-    M, K, stride_xm,
+    x, q, row_scale, scale, prefix,
+    M, K, first, stride_xm, stride_pm,
     FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Each program has a row of ``x``: ``K`` gates, and as many ups if there are any. It writes ``q [M, K]``.
 
+    With a ``prefix [M, first]``, the row has ``K - first`` values without ups, and these are quantized behind those.
     ``FUNCTION``, ``ACTIVATION``: as in ``GatedRow``, rounded twice. ``scale``: as in ``RowQuantization``. ``BLOCKS``:
     see ``quantize_row``. ``PDL``, ``NEXT_EARLY``: as in ``_norm_kernel``. ``E4M3``: see ``row_quantization``.
     """
@@ -31,9 +32,13 @@ def _activation_quantize_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     if row < M:
-        source = GatedRow(x + row * stride_xm, K, FUNCTION, ACTIVATION, rounds_gate=True)
         quantization = row_quantization(scale, None, E4M3)
-        quantize_row(source, quantization, q + row * K, row_scale + row, tl.arange(0, BLOCK), BLOCKS)
+        source = GatedRow(x + row * stride_xm, K, FUNCTION, ACTIVATION, rounds_gate=True)
+        if prefix is not None:
+            joined = JoinedRow(prefix + row * stride_pm, first, source, K)
+            quantize_row(joined, quantization, q + row * K, row_scale + row, tl.arange(0, BLOCK), BLOCKS)
+        else:
+            quantize_row(source, quantization, q + row * K, row_scale + row, tl.arange(0, BLOCK), BLOCKS)
 
 
 @triton.jit(do_not_specialize=["PROGRAMS"])

@@ -24,33 +24,59 @@ BLOCK = 1024  # values per program without quantization
 
 
 def activation_quantize(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
+    x: Tensor,
+    activation: str,
+    gated: bool,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.activation_quantize`` on a GPU."""
     columns = x.shape[-1]
-    K = columns // 2 if gated else columns
+    K = (columns // 2 if gated else columns) + (0 if prefix is None else prefix.shape[-1])
     q = x.new_empty((*x.shape[:-1], K), dtype=dtype)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if row_scale.numel():
-        launch, tensors = find_launch(x, activation, gated, input_scale, q, row_scale)
+        launch, tensors = find_launch(x, activation, gated, input_scale, q, row_scale, prefix)
         launch(*tensors)
     return q, row_scale
 
 
 def find_launch(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None, q: Tensor, row_scale: Tensor
+    x: Tensor,
+    activation: str,
+    gated: bool,
+    input_scale: Tensor | None,
+    q: Tensor,
+    row_scale: Tensor,
+    prefix: Tensor | None = None,
 ) -> tuple[Launch, tuple[Tensor | None, ...]]:
     """The launch of such a call of ``activation_quantize``, and what to call it with."""
-    columns = x.shape[-1]
-    rows = x.reshape(row_scale.numel(), columns)
-    if columns and rows.stride(1) != 1:
-        rows = rows.contiguous()
-    launch = _plan(rows, q.shape[-1], GatedActivation(activation, gated), input_scale, q.dtype)
-    return launch, (rows, q.view(torch.int8), row_scale, input_scale)  # the kernel takes fp8 as bytes
+    M = row_scale.numel()
+    rows = _as_rows(x, M)
+    prefixes = None if prefix is None else _as_rows(prefix, M)
+    launch = _plan(rows, prefixes, q.shape[-1], GatedActivation(activation, gated), input_scale, q.dtype)
+    return launch, (rows, q.view(torch.int8), row_scale, input_scale, prefixes)  # the kernel takes fp8 as bytes
 
 
-def _plan(rows: Tensor, K: int, activation: GatedActivation, scale: Tensor | None, dtype: torch.dtype) -> Launch:
-    kind = (activation_quantize, rows.shape, rows.stride(), rows.dtype, rows.device, activation, scale is None, dtype)
+def _as_rows(x: Tensor, M: int) -> Tensor:
+    rows = x.reshape(M, x.shape[-1])
+    return rows.contiguous() if x.shape[-1] and rows.stride(1) != 1 else rows
+
+
+def _plan(
+    rows: Tensor,
+    prefixes: Tensor | None,
+    K: int,
+    activation: GatedActivation,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+) -> Launch:
+    before = (0, 0) if prefixes is None else (prefixes.shape[1], prefixes.stride(0))
+    kind = (
+        activation_quantize, rows.shape, rows.stride(), rows.dtype, rows.device, activation, scale is None, dtype,
+        prefixes is None, before,
+    )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
         limits = device_limits(rows.device)
@@ -58,7 +84,8 @@ def _plan(rows: Tensor, K: int, activation: GatedActivation, scale: Tensor | Non
         grid, next_early = quantize.programs(rows.shape[0], limits)
         function, e4m3 = device_activation(activation.name, rows.itemsize), quantize.rounding(dtype, limits)
         constants = (function, activation, block, blocks, limits.pdl, next_early, e4m3)
-        numbers, warps = (rows.shape[0], K, rows.stride(0)), max(1, threads // limits.warp_size)
+        first, prefix_stride = before
+        numbers, warps = (rows.shape[0], K, first, rows.stride(0), prefix_stride), max(1, threads // limits.warp_size)
         made = Launch(_activation_quantize_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
         launch = plans.keep(kind, made)
     return launch

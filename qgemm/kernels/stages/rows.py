@@ -78,6 +78,26 @@ class GatedRow:
 
 
 @aggregate
+class JoinedRow:
+    """``first`` values in memory, and behind them those of ``rest``, a ``GatedRow`` without ups; ``length`` in all."""
+
+    ptr: tl.tensor
+    first: tl.tensor
+    rest: GatedRow
+    length: tl.tensor
+    unroll: tl.constexpr = 1
+
+    @triton.jit
+    def load(self, k):
+        """Columns ``k``, the activated ones computed in float32 and rounded to the row's dtype."""
+        dtype: tl.constexpr = self.ptr.dtype.element_ty
+        before = tl.load(self.ptr + k, mask=k < self.first, other=0.0)
+        behind = (k >= self.first) & (k < self.length)
+        x = tl.load(self.rest.ptr + (k - self.first), mask=behind, other=0.0).to(tl.float32)
+        return tl.where(k < self.first, before, rounded(gate_value(x, self.rest.function, self.rest.activation), dtype))
+
+
+@aggregate
 class RowQuantization:
     """How rows are quantized: each by its own scale or all by a static one, with or without a zero point.
 

@@ -28,6 +28,7 @@ from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Input, Operands, read_rows
 from qgemm.ops.norms import add_norm, add_norm_quantize, norm_quantize
+from qgemm.ops.rows import activation_quantize
 
 MAX_FLOAT16 = 65504.0
 """Flux and Qwen-Image limit what float16 blocks return to this."""
@@ -211,7 +212,7 @@ class FusedSingleBlock(FusedModule):
     def __call__(self, operands: tuple[Operands, ...], context: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The tokens of the text and of the image, as the block returns them."""
         of_qkv, of_mlp, out_of = operands
-        text, mlp = context[TEXT].shape[1], self.stream.mlp
+        text = context[TEXT].shape[1]
         x = torch.cat([context[TEXT], context[IMAGE]], dim=1)
         positions, _ = self.find_positions(context, x.shape[1])
         shift, scale, gate = self.stream.vectors(context[TIME])
@@ -221,9 +222,13 @@ class FusedSingleBlock(FusedModule):
         del qkv
         attended = self.attention(q, k, v, None)
         del q, k, v
-        h: Any = of_mlp.product(into, x.dtype)
-        h = torch.cat([attended, mlp.activation(h)], dim=2)
-        x = limited(gated(out_of.product(h, x.dtype), x, gate))
+        h = of_mlp.product(into, x.dtype)
+        if out_of.reads_rows:
+            how = self.stream.mlp.activation_name, False, out_of.input_scale, out_of.dtype
+            both: Input = QuantizedRows(*activation_quantize(h, *how, attended))
+        else:
+            both = torch.cat([attended, self.stream.mlp.activation(h)], dim=2)
+        x = limited(gated(out_of.product(both, x.dtype), x, gate))
         return x[:, :text], x[:, text:]
 
 

@@ -1,0 +1,178 @@
+"""Times diffusion transformers on a GPU: ``python -m benchmarks.diffusion --help``.
+
+Models are diffusers' in bfloat16, with random weights, a few blocks of full width, and the tokens of an image of 1024 x
+1024 pixels. Ways to run each take turns: as it is, quantized to int8, fused as well, and, with ``--compile``, compiled
+by PyTorch. Of a call are measured what it takes in eager mode, with the host's time, and what its kernels take, in a
+CUDA graph.
+
+Before they are timed, outputs are compared with those of the float model in eager mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.encoders import FLOAT, WAYS, eager_seconds
+from benchmarks.results import environment, write_json
+from benchmarks.tables import Table, render
+from benchmarks.timing import median_seconds
+from qgemm_cli.timing import QUICK, Effort, Pass
+
+HEADS = {"attention_head_dim": 128, "num_attention_heads": 24}
+SIDE = 64  # tokens along each side of an image of 1024 pixels
+MAX_ERROR = 0.1
+COMPILED = {f"{way}, compiled": way for way in (FLOAT, "int8")}
+COMPILED_ERROR = 0.5
+"""Of compiled models: PyTorch's compiler rounds elsewhere, and angles of positions and times are large numbers."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way to compute a model: milliseconds of a call in eager mode, and of its kernels."""
+
+    model: str
+    way: str
+    eager_ms: float
+    kernels_ms: float
+    error: float
+
+
+def flux(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """FLUX.1 with 2 of 19 blocks of two streams, and 4 of 38 of one stream."""
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(num_layers=2, num_single_layers=4, guidance_embeds=True, **HEADS)
+    ids = torch.stack(torch.meshgrid(*2 * [torch.arange(SIDE, device=device)], indexing="ij"), dim=-1).view(-1, 2)
+    inputs = {
+        "hidden_states": random(1, SIDE**2, 64, device=device), "guidance": torch.tensor([3.5], device=device),
+        "encoder_hidden_states": random(1, 512, 4096, device=device),
+        "pooled_projections": random(1, 768, device=device),
+        "img_ids": torch.cat([ids[:, :1] * 0, ids], dim=1), "txt_ids": ids.new_zeros(512, 3),
+    }  # fmt: skip
+    return model, inputs
+
+
+def qwen_image(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """Qwen-Image with 4 of 60 blocks."""
+    from diffusers import QwenImageTransformer2DModel
+
+    inputs = {
+        "hidden_states": random(1, SIDE**2, 64, device=device),
+        "encoder_hidden_states": random(1, 300, 3584, device=device),
+        "encoder_hidden_states_mask": None, "img_shapes": [[(1, SIDE, SIDE)]],
+    }  # fmt: skip
+    return QwenImageTransformer2DModel(num_layers=4, **HEADS), inputs
+
+
+def sd3(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """Stable Diffusion 3 Medium with 6 of 24 blocks, of which the last returns no text: two samples, for guidance."""
+    from diffusers import SD3Transformer2DModel
+
+    model = SD3Transformer2DModel(
+        num_layers=6, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=192, sample_size=128
+    )
+    inputs = {
+        "hidden_states": random(2, 16, 128, 128, device=device), "pooled_projections": random(2, 2048, device=device),
+        "encoder_hidden_states": random(2, 333, 4096, device=device),
+    }  # fmt: skip
+    return model, inputs
+
+
+MODELS: dict[str, Callable[[torch.device], tuple[nn.Module, dict[str, Any]]]] = {
+    "flux": flux,
+    "qwen-image": qwen_image,
+    "sd3": sd3,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    """Measures what the command line asks for, prints it, and writes the JSON file if one is named."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.diffusion", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(MODELS), action="append", help="(default: all)")
+    parser.add_argument("--compile", action="store_true", help="compiled models, too")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--commit", help="what to call the commit, in a copy of the tree without git")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    results: list[Result] = []
+    with torch.inference_mode():
+        for name in args.model or MODELS:
+            results += measure(name, args.compile, QUICK if args.quick else Effort(), device)
+    about = environment(device, args.commit)
+    print(f"{about['device']}, torch {torch.__version__}, commit {about['commit']}")
+    print(render(table(results), markdown=False))
+    if args.json:
+        write_json(args.json, {"environment": about, "results": [asdict(result) for result in results]})
+    return results
+
+
+def measure(name: str, compiles: bool, effort: Effort, device: torch.device) -> list[Result]:
+    """All ways to compute a model; raises ``ValueError`` for a wrong output."""
+    runs: dict[str, Any] = {}
+    for way, change in WAYS.items():
+        model, given = build(name, device)
+        change(model)
+        runs[way] = partial(output, model)
+        for compiled, of in COMPILED.items():
+            if compiles and of == way:
+                runs[compiled] = partial(output, torch.compile(model))
+    wanted = runs[FLOAT](given).double()
+    errors = {way: float((run(given).double() - wanted).norm() / wanted.norm()) for way, run in runs.items()}
+    for way, error in errors.items():
+        most = COMPILED_ERROR if way in COMPILED else MAX_ERROR
+        if not error <= most:
+            raise ValueError(f"wrong output of {way}: relative error {error:.3g}, at most {most}")
+    eager = eager_seconds(runs, [given], effort)
+    kernels = median_seconds({way: Pass(run, [given], device) for way, run in runs.items()}, effort, device)
+    return [Result(name, way, eager[way] * 1e3, kernels[way] * 1e3, errors[way]) for way in runs]
+
+
+def build(name: str, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in eval mode, with the same random weights each time, and its inputs."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model, given = MODELS[name](device)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=parameter[0].numel() ** -0.5)
+    given["timestep"] = torch.tensor([0.5], device=device).expand(given["hidden_states"].shape[0])
+    inputs = {key: x.bfloat16() if torch.is_tensor(x) else x for key, x in given.items()}
+    return model.to(torch.bfloat16).eval().requires_grad_(False), inputs
+
+
+def random(*shape: int, device: torch.device) -> Tensor:
+    """Values of the standard normal distribution."""
+    return torch.randn(shape, device=device)
+
+
+def output(model: Any, given: dict[str, Any]) -> Tensor:
+    """The model's prediction."""
+    out: Tensor = model(**given, return_dict=False)[0]
+    return out
+
+
+def table(results: Sequence[Result]) -> Table:
+    """A row for each model and way."""
+    floats = {one.model: one for one in results if one.way == FLOAT}
+    rows = []
+    for one in results:
+        base = floats[one.model]
+        eager = [f"{one.eager_ms:.2f}", f"{base.eager_ms / one.eager_ms:.2f}"]
+        kernels = [f"{one.kernels_ms:.2f}", f"{base.kernels_ms / one.kernels_ms:.2f}"]
+        rows.append([one.model, one.way, *eager, *kernels, f"{one.error:.3f}"])
+    return ["model", "", "eager, ms", "times", "kernels, ms", "times", "error"], rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Fused blocks of diffusers' diffusion transformers: the bits of the unfused model, and what they leave to it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized, unfuse
+from qgemm.nn.blocks import diffusion
+from qgemm.nn.blocks.binding import fused_of
+from qgemm.nn.blocks.fused_module import FusedModule
+
+diffusers = pytest.importorskip("diffusers")
+
+HEADS = {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 64}
+ROTARY = {"guidance_embeds": False, "axes_dims_rope": (8, 12, 12)}
+TEXT = 5  # tokens
+Inputs = dict[str, Any]
+
+
+def flux(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, Inputs]:
+    sizes = {"num_layers": 1, "num_single_layers": 1, "in_channels": 16, "pooled_projection_dim": 16}
+    model = diffusers.FluxTransformer2DModel(**{**HEADS, **ROTARY, **sizes, **settings})
+    ids = torch.tensor([[0, row, column] for row in range(3) for column in range(4)]).to(dtype)
+    inputs = {
+        "hidden_states": random(2, 12, 16), "encoder_hidden_states": random(2, TEXT, 64), "img_ids": ids,
+        "pooled_projections": random(2, 16), "txt_ids": torch.zeros(TEXT, 3),
+    }  # fmt: skip
+    return ready(model, inputs, dtype)
+
+
+def qwen(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, Inputs]:
+    sizes = {"num_layers": 2, "in_channels": 16, "out_channels": 4}
+    model = diffusers.QwenImageTransformer2DModel(**{**HEADS, **ROTARY, **sizes, **settings})
+    mask = torch.arange(TEXT) < torch.tensor([[TEXT], [3]])
+    inputs = {
+        "hidden_states": random(2, 12, 16), "encoder_hidden_states": random(2, TEXT, 64),
+        "encoder_hidden_states_mask": mask, "img_shapes": [[(1, 3, 4)]] * 2,
+    }  # fmt: skip
+    return ready(model, inputs, dtype)
+
+
+def sd3(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, Inputs]:
+    sizes = {"sample_size": 8, "num_layers": 2, "caption_projection_dim": 64, "pooled_projection_dim": 16}
+    model = diffusers.SD3Transformer2DModel(**{**HEADS, **sizes, "pos_embed_max_size": 8, **settings})
+    inputs = {
+        "hidden_states": random(2, 16, 8, 8), "encoder_hidden_states": random(2, TEXT, 64),
+        "pooled_projections": random(2, 16),
+    }  # fmt: skip
+    return ready(model, inputs, dtype)
+
+
+FAMILIES: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {
+    "flux": flux,
+    "qwen": qwen,
+    "sd3": sd3,
+    "sd3.5": lambda dtype=torch.float32: sd3(dtype, qk_norm="rms_norm"),
+}
+FUSED = {"flux": 2, "qwen": 2, "sd3": 1, "sd3.5": 1}  # blocks
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def ready(model: nn.Module, inputs: Inputs, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
+    """In eval mode, with weights of which every block's share of the output shows."""
+    for parameter in model.parameters():
+        parameter.data.normal_(std=parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.5)
+    inputs["timestep"] = torch.tensor([0.3, 0.7])
+    given = {name: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for name, x in inputs.items()}
+    return model.to(dtype).eval(), {**given, "return_dict": False}
+
+
+def output(model: nn.Module, inputs: Inputs) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(**inputs)[0]
+    return out
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(fused_of(module), FusedModule)]
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The classes of the blocks that are computed by their fused forms, in order."""
+    seen: list[str] = []
+    operands = diffusion._operands
+
+    def see(block: nn.Module, *others: Any) -> Any:
+        found = operands(block, *others)
+        if found is not None:
+            seen.append(type(block).__name__)
+        return found
+
+    monkeypatch.setattr(diffusion, "_operands", see)
+    return seen
+
+
+@pytest.mark.slow(quick=["flux-dtype1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_blocks_have_the_bits_of_the_model(family: str, dtype: torch.dtype, computed: list[str]) -> None:
+    model, inputs = FAMILIES[family](dtype)
+    expected = output(quantize_model(model), inputs)
+    fuse(model)
+    records = fusion_report(model).fused
+    assert len(records) == FUSED[family] == len(blocks_of(model))
+    assert all(record.parts == ("attention", "mlp") and record.error is not None for record in records)
+    found = output(model, inputs)
+    assert len(computed) == FUSED[family]
+    if dtype == torch.float32:  # whose norms add in another order
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.slow(quick=["int4-32"])
+@pytest.mark.parametrize("scheme", ["int4-32", "fp8", "fp8-block", "int8-static", "int8-weight"])
+def test_other_schemes(scheme: str, computed: list[str]) -> None:
+    model, inputs = flux(torch.bfloat16, attention_head_dim=64, axes_dims_rope=(16, 24, 24))
+    calibration = {"calibration": [inputs]} if scheme == "int8-static" else {}
+    quantize_model(model, scheme, **calibration)
+    expected = output(model, inputs)
+    assert len(fusion_report(fuse(model)).fused) == 2
+    found = output(model, inputs)
+    assert len(computed) == 2
+    assert (found.float() - expected.float()).norm() < 0.01 * expected.float().norm()
+
+
+def test_what_needs_the_class_goes_to_it(computed: list[str]) -> None:
+    model, inputs = flux()
+    quantize_model(model, fuse=True)
+    expected = output(model, inputs)
+    assert len(computed) == 2
+    computed.clear()
+
+    with_gradient = {**inputs, "hidden_states": inputs["hidden_states"].clone().requires_grad_()}
+    model(**with_gradient)[0].sum().backward()
+    assert with_gradient["hidden_states"].grad.abs().sum() > 0
+    model.train()
+    output(model, inputs)
+    model.eval()
+    output(model, {**inputs, "joint_attention_kwargs": {"unknown": 1}})
+    first = model.transformer_blocks[0]
+    processor, first.attn.processor = first.attn.processor, type("Other", (type(first.attn.processor),), {})()
+    with torch.autocast("cpu", torch.bfloat16):
+        output(model, inputs)
+    assert not computed
+    output(model, inputs)
+    assert computed == ["FluxSingleTransformerBlock"]
+    first.attn.processor = processor
+    seen: list[nn.Module] = []
+    handle = first.ff.net[2].register_forward_hook(lambda module, args, out: seen.append(module))
+    output(model, inputs)
+    assert len(seen) == 1
+    handle.remove()
+    computed.clear()
+    assert torch.equal(output(model, inputs), expected)
+    assert len(computed) == 2
+
+
+def test_an_adapter_counts() -> None:
+    peft = pytest.importorskip("peft")
+    model, inputs = flux()
+    quantize_model(model, fuse=True)
+    without = output(model, inputs)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "proj_mlp"], init_lora_weights=False))
+    with_it = output(model, inputs)
+    assert (with_it - without).norm() > 0.01 * without.norm()
+    assert torch.allclose(with_it, output(unfuse(model), inputs))
+
+
+def test_copies_files_and_undoing(tmp_path: Path, computed: list[str]) -> None:
+    model, inputs = flux()
+    quantize_model(model)
+    names = list(model.state_dict())
+    unfused = output(model, inputs)
+    fuse(model)
+    assert list(model.state_dict()) == names
+    expected = output(model, inputs)
+    assert torch.equal(output(copy.deepcopy(model), inputs), expected)
+    save_quantized(model, tmp_path)
+    loaded = load_quantized(tmp_path, model=lambda: flux()[0], fuse=True)
+    assert torch.equal(output(loaded, inputs), expected)
+    assert len(computed) == 6
+    assert torch.equal(output(unfuse(model), inputs), unfused)
+    assert len(computed) == 6
+    assert not blocks_of(model)
+
+
+def test_replaced_weights_count(computed: list[str]) -> None:
+    model, inputs = flux()
+    quantize_model(model, fuse=True)
+    other, _ = flux()
+    model.load_state_dict(quantize_model(other).state_dict())
+    torch.testing.assert_close(output(model, inputs), output(other, inputs), rtol=1e-4, atol=1e-4)
+    assert len(computed) == 2
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (sd3, "it has two attentions, or returns no text"),
+        (lambda: qwen(zero_cond_t=True), "it modulates some tokens of an image in another way than others"),
+    ],
+)
+def test_blocks_that_stay(build: Callable[[], tuple[nn.Module, Inputs]], reason: str) -> None:
+    model, _ = build()
+    report = fusion_report(quantize_model(model, fuse=True))
+    assert report.records[-1].reason == reason
+    assert not report.records[-1].parts
+
+
+def test_layers_in_float_and_merged_projections_stay() -> None:
+    model, _ = flux()
+    report = fusion_report(quantize_model(model, skip=["*.ff.*"], fuse=True))
+    assert "Linear, not QuantLinear" in report.records[0].reason
+    assert report.records[1].parts
+    model, _ = flux()
+    for block in model.transformer_blocks:
+        block.attn.fuse_projections()
+    assert "unfuse_qkv_projections" in fusion_report(quantize_model(model, fuse=True)).records[0].reason
+
+
+def test_a_class_that_computes_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = flux()
+    quantize_model(model)
+    kind = type(model.transformer_blocks[0])
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def doubled(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        text, image = forward(self, *args, **kwargs)
+        return text, 2 * image
+
+    monkeypatch.setattr(kind, "forward", doubled)
+    expected = output(model, inputs)
+    record, other = fusion_report(fuse(model)).records
+    assert not record.parts
+    assert "something else than its class says" in record.reason
+    assert other.parts
+    torch.testing.assert_close(output(model, inputs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_large_values_of_float16_are_limited() -> None:
+    model, _ = flux(torch.float16)
+    quantize_model(model)
+    for block in (model.transformer_blocks[0], model.single_transformer_blocks[0]):
+        for name, parameter in block.named_parameters():
+            if name in ("ff_context.net.2.bias", "proj_out.bias"):
+                parameter.data.fill_(6e4)
+    tokens = {"hidden_states": random(2, 12, 64), "encoder_hidden_states": random(2, TEXT, 64), "temb": random(2, 64)}
+    given = {name: 50 * x.half() for name, x in tokens.items()}
+    block = model.single_transformer_blocks[0]
+    with torch.no_grad():
+        expected = block(**given)
+        assert (expected[0].abs() == diffusion.MAX_FLOAT16).any()
+        fuse(model)
+        assert all(torch.equal(*pair) for pair in zip(block(**given), expected, strict=True))
