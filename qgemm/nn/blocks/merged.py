@@ -11,7 +11,8 @@ and scale. A product of floats may add in another order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -70,7 +71,7 @@ class MergedWeights:
             return
         first = self.layers[0]
         tensors: dict[str, Any] = {name: first._parameters.get(name) for name in first.shared_names}
-        with torch.no_grad(), torch.inference_mode(mode=False):
+        with _mode_of(self.layers):
             tensors |= {name: self._join(name) for name in self._placed_names}
         self._operands = operands_of(first, tensors)
         self._placed, self._addresses = self._find_places(), self._find_addresses()
@@ -85,10 +86,11 @@ class MergedWeights:
         for layer in self.layers:
             layer.merged = None
             if len(self.layers) > 1:
-                for name in self._placed_names:
-                    parameter = layer._parameters.get(name)
-                    if parameter is not None:
-                        parameter.data = parameter.data.clone()
+                with _mode_of([layer]):
+                    for name in self._placed_names:
+                        parameter = layer._parameters.get(name)
+                        if parameter is not None:
+                            parameter.data = parameter.data.clone()
 
     @property
     def _placed_names(self) -> tuple[str, ...]:
@@ -148,10 +150,11 @@ class MergedWeights:
         return True
 
     def _agrees(self) -> bool:
-        """Whether all layers have values on one device, with scales and biases of one dtype."""
+        """Whether all layers have values on one device, with scales and biases of one dtype, made in one mode."""
         for name in self._placed_names:
             kinds = {
-                None if (p := layer._parameters.get(name)) is None else (p.device, p.dtype) for layer in self.layers
+                None if (p := layer._parameters.get(name)) is None else (p.device, p.dtype, p.is_inference())
+                for layer in self.layers
             }
             kinds -= {None} if name == "bias" else set()
             if len(kinds) > 1 or any(kind is not None and kind[0].type == "meta" for kind in kinds):
@@ -199,6 +202,17 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
     if name := _differing(linear):
         return f"{name} of {_name(first)} differs from its siblings'"
     return ""
+
+
+@contextmanager
+def _mode_of(layers: Sequence[LinearLayer]) -> Iterator[None]:
+    """Inside, no gradients are recorded, and new tensors are inference tensors if the weights of ``layers`` are.
+
+    A parameter that gets data of the other kind can't be used any more.
+    """
+    weight = layers[0]._parameters.get("weight")
+    with torch.no_grad(), torch.inference_mode(mode=weight is not None and weight.is_inference()):
+        yield
 
 
 _MERGED: tuple[type[LinearLayer], ...] = (QuantLinear, WeightOnlyLinear, Int4Int8Linear, BlockScaledLinear)

@@ -56,6 +56,24 @@ def test_layers_are_merged_under_autocast(scheme: str, dtype: torch.dtype) -> No
         assert is_side_by_side(MergedWeights(parts))
 
 
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("merges", [False, True])
+def test_inference_mode_is_that_of_the_layers(made: bool, merges: bool) -> None:
+    with torch.inference_mode(made):
+        parts = layers(bias=True)
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        expected = [layer(x) for layer in parts]
+    with torch.inference_mode(merges):
+        merged = MergedWeights(parts)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert all(torch.equal(layer(x), out) for layer, out in zip(parts, expected, strict=True))
+        assert all(layer.stored("weight").is_inference() == made for layer in parts)
+        with torch.inference_mode(merges):
+            merged.separate()
+
+
 def test_parameters_stay_the_same_objects_under_their_names() -> None:
     model = nn.ModuleList(layers(bias=True))
     before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
