@@ -45,23 +45,21 @@ def find_launch(
     rows = x.reshape(row_scale.numel(), columns)
     if columns and rows.stride(1) != 1:
         rows = rows.contiguous()
-    launch = _plan(rows, q.shape[-1], GatedActivation(activation, gated), input_scale, q.dtype)
-    return launch, (rows, q.view(torch.int8), row_scale, input_scale)  # the kernel takes fp8 as bytes
-
-
-def _plan(rows: Tensor, K: int, activation: GatedActivation, scale: Tensor | None, dtype: torch.dtype) -> Launch:
-    kind = (activation_quantize, rows.shape, rows.stride(), rows.dtype, rows.device, activation, scale is None, dtype)
+    kind = (
+        activation_quantize, rows.shape, rows.stride(), rows.dtype, rows.device, activation, gated,
+        input_scale is None, q.dtype,
+    )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        limits = device_limits(rows.device)
+        limits, made, K = device_limits(rows.device), GatedActivation(activation, gated), q.shape[-1]
         block, blocks, threads = activated_row_blocks(K, rows.itemsize)
         grid, next_early = quantize.programs(rows.shape[0], limits)
-        function, e4m3 = device_activation(activation.name, rows.itemsize), quantize.rounding(dtype, limits)
-        constants = (function, activation, block, blocks, limits.pdl, next_early, e4m3)
+        function, e4m3 = device_activation(activation, rows.itemsize), quantize.rounding(q.dtype, limits)
+        constants = (function, made, block, blocks, limits.pdl, next_early, e4m3)
         numbers, warps = (rows.shape[0], K, rows.stride(0)), max(1, threads // limits.warp_size)
-        made = Launch(_activation_quantize_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
-        launch = plans.keep(kind, made)
-    return launch
+        launch = Launch(_activation_quantize_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
+        plans.keep(kind, launch)
+    return launch, (rows, q.view(torch.int8), row_scale, input_scale)  # the kernel takes fp8 as bytes
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
