@@ -134,7 +134,6 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.checks",
         "qgemm.kernels.cpu",
         "qgemm.kernels.quantize",
-        "qgemm.kernels.gemm",
         "qgemm.kernels.grouped",
         "qgemm.kernels.stored_form",
         "qgemm.numerics",

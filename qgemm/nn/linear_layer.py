@@ -259,11 +259,9 @@ class LinearLayer(QuantLayer):
             check_is_tensor(input)
             if input.is_nested:
                 return self._of_jagged(input)
-        return self.compute(input) if self.shard is None else self.compute_shard(input, self.shard)
-
-    def compute_shard(self, x: Tensor, shard: Shard) -> Tensor:
-        """The result of ``forward`` for a plain tensor, together with the other processes."""
-        return shard.leave(self.compute(shard.enter(x)))
+        if self.shard is None:
+            return self.compute(input)
+        return self.shard.leave(self.compute(self.shard.enter(input)))
 
     @property
     def columns_in_step(self) -> int:

@@ -55,16 +55,12 @@ def operator(
     torch.library.register_fake(f"qgemm::{name}", fake, lib=_library)
     declared = getattr(torch.ops.qgemm, name)
     if backward is not None:
-        _register_autograd(declared.default, name, setup_context or _keep_nothing, backward, jvp)
+        _register_autograd(declared.default, name, setup_context, backward, jvp)
     if autocast:
         _register_autocast(declared, name)
     if batched:
         _register_vmap(declared, name, batched)
     return declared
-
-
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """The ``setup_context`` of a ``backward`` that needs nothing."""
 
 
 def _mark_outputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
@@ -112,7 +108,7 @@ def _register_autocast(declared: Any, name: str) -> None:
 
 
 def _register_autograd(
-    overload: Any, name: str, setup_context: Function, backward: Function, jvp: Function | None
+    overload: Any, name: str, setup_context: Function | None, backward: Function, jvp: Function | None
 ) -> None:
     def compute(keyset: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -122,7 +118,8 @@ def _register_autograd(
         # Outer levels of torch.func run below this; a Function's forward disables modes that they need.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             out = compute(keyset, *args)
-        setup_context(ctx, args, out)
+        if setup_context is not None:
+            setup_context(ctx, args, out)
         return out
 
     def backward_of_all(ctx: Any, *grads: Tensor) -> Any:

@@ -117,14 +117,10 @@ def _activation_backward(activation: GatedActivation, h: Tensor, grad: Tensor) -
         grad_gate = grad_gate.masked_fill(gate > activation.limit, 0.0)
     if up is None:
         return grad_gate
-    grad_up = grad * _gate(activation, clamped)
+    grad_up = grad * GatedActivation(activation.name, gated=False, alpha=activation.alpha)(clamped)
     if activation.limit is not None:
         grad_up = grad_up.masked_fill(up.abs() > activation.limit, 0.0)
     return torch.cat((grad_gate, grad_up), dim=-1)
-
-
-def _gate(activation: GatedActivation, gate: Tensor) -> Tensor:
-    return GatedActivation(activation.name, gated=False, alpha=activation.alpha)(gate)
 
 
 def _gate_backward(activation: GatedActivation, gate: Tensor, grad: Tensor) -> Tensor:

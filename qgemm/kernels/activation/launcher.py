@@ -52,43 +52,30 @@ def find_launch(
     prefix: Tensor | None = None,
 ) -> tuple[Launch, tuple[Tensor | None, ...]]:
     """The launch of such a call of ``activation_quantize``, and what to call it with."""
-    M = row_scale.numel()
+    M, K = row_scale.numel(), q.shape[-1]
     rows = _as_rows(x, M)
     prefixes = None if prefix is None else _as_rows(prefix, M)
-    launch = _plan(rows, prefixes, q.shape[-1], GatedActivation(activation, gated), input_scale, q.dtype)
+    before = (0, 0) if prefixes is None else (prefixes.shape[1], prefixes.stride(0))
+    kind = (
+        activation_quantize, rows.shape, rows.stride(), rows.dtype, rows.device, activation, gated,
+        input_scale is None, q.dtype, prefixes is None, before,
+    )  # fmt: skip
+    launch: Launch | None = plans.get(kind)
+    if launch is None:
+        limits, made, (first, prefix_stride) = device_limits(rows.device), GatedActivation(activation, gated), before
+        block, blocks, threads = activated_row_blocks(K, rows.itemsize)
+        grid, next_early = quantize.programs(M, limits)
+        function, e4m3 = device_activation(activation, rows.itemsize), quantize.rounding(q.dtype, limits)
+        constants = (function, made, block, blocks, limits.pdl, next_early, e4m3)
+        numbers, warps = (M, K, first, rows.stride(0), prefix_stride), max(1, threads // limits.warp_size)
+        launch = Launch(_activation_quantize_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
+        plans.keep(kind, launch)
     return launch, (rows, q.view(torch.int8), row_scale, input_scale, prefixes)  # the kernel takes fp8 as bytes
 
 
 def _as_rows(x: Tensor, M: int) -> Tensor:
     rows = x.reshape(M, x.shape[-1])
     return rows.contiguous() if x.shape[-1] and rows.stride(1) != 1 else rows
-
-
-def _plan(
-    rows: Tensor,
-    prefixes: Tensor | None,
-    K: int,
-    activation: GatedActivation,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-) -> Launch:
-    before = (0, 0) if prefixes is None else (prefixes.shape[1], prefixes.stride(0))
-    kind = (
-        activation_quantize, rows.shape, rows.stride(), rows.dtype, rows.device, activation, scale is None, dtype,
-        prefixes is None, before,
-    )  # fmt: skip
-    launch: Launch | None = plans.get(kind)
-    if launch is None:
-        limits = device_limits(rows.device)
-        block, blocks, threads = activated_row_blocks(K, rows.itemsize)
-        grid, next_early = quantize.programs(rows.shape[0], limits)
-        function, e4m3 = device_activation(activation.name, rows.itemsize), quantize.rounding(dtype, limits)
-        constants = (function, activation, block, blocks, limits.pdl, next_early, e4m3)
-        first, prefix_stride = before
-        numbers, warps = (rows.shape[0], K, first, rows.stride(0), prefix_stride), max(1, threads // limits.warp_size)
-        made = Launch(_activation_quantize_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
-        launch = plans.keep(kind, made)
-    return launch
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:

@@ -134,8 +134,8 @@ class Names:
     """The names of a plan's tensors, from which its steps are made."""
 
     def __init__(self, names: Sequence[str], absent: set[str]) -> None:
-        """``names``: of all tensors, in order. ``absent``: the names of those that are None."""
-        self._index = {name: None if name in absent else index for index, name in enumerate(names)}
+        """``names``: of all tensors, in order. ``absent``: the names of those that are None, or not there."""
+        self._index = {name: index for index, name in enumerate(names)} | dict.fromkeys(absent)
 
     def step(self, launch: Launchable, *arguments: str) -> Step:
         """A step that calls ``launch`` with the tensors of these names."""

@@ -335,14 +335,8 @@ def _fused_launch(
 ) -> Launch:
     (N, K), (stride_bn, stride_bk), config = weight.shape, weight.stride(), FUSED_CONFIG
     numbers = (N, K, own, stride_xk, stride_bk, stride_bn, *epilogue_strides)
+    block = min(8 * config.num_warps * limits.warp_size, next_power_of_2(K))  # a thread has 8 values of it
     constants = (
-        *single_row_blocks(K, config.num_warps * limits.warp_size),
-        config, K % config.block_k == 0, limits.pdl,
+        block, cdiv(K, block), config, K % config.block_k == 0, limits.pdl,
     )  # fmt: skip
     return Launch(_quant_linear_kernel, programs, numbers, constants, config.num_warps, config.num_stages, limits.pdl)
-
-
-def single_row_blocks(K: int, threads: int) -> tuple[int, int]:
-    """``(ROW_BLOCK, ROW_BLOCKS)`` of ``_quant_linear_kernel``. A thread has 8 values of each block."""
-    block = min(8 * threads, next_power_of_2(K))
-    return block, cdiv(K, block)

@@ -8,13 +8,13 @@ it allocate the output and one buffer for everything in between, and launch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 
 from qgemm.kernels.activation.launcher import activated_row_blocks
-from qgemm.kernels.activations import GatedActivation
-from qgemm.kernels.expert_weights import ExpertWeights
-from qgemm.kernels.gemm.config import GemmConfig
+from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.grouped import launcher as grouped
 from qgemm.kernels.grouped.config import select_grouped_config
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
@@ -38,8 +38,6 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_PAIRS_TO_COUNT = 512  # that the program of every pair counts
 CHUNK = 128  # pairs
-
-ARGUMENTS = ("x", "top_k_index", "top_k_weights", *ExpertWeights._fields[:6], "residual", "out")
 
 
 def experts(
@@ -71,66 +69,89 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
     P, intermediate = T * top_k, weights.down.shape[2]
     if not (P and E and H):
         return LaunchPlan(x.device.index, 0, (), ())
-    limits, dtype, blocks = device_limits(x.device), weights.gate_up.dtype, weights.has_blocks
+    dtype, blocks = weights.gate_up.dtype, weights.has_blocks
     hopper = aligned and all(
         grouped.takes_hopper_kernel(n, k, x.dtype, x.device) for n, k in ((N, H), (H, intermediate))
     )
     first = select_grouped_config(P, E, N, H, x.device, hopper, dtype, blocks)
     second = select_grouped_config(P, E, H, intermediate, x.device, hopper, dtype, blocks)
 
-    rows = torch.int8 if takes_bytes(weights.gate_up, x.device) else dtype
-    scales = [cdiv(k, BLOCK) if blocks else 1 for k in (H, intermediate)]
-    layout = Layout()
-    layout.add("q", "quantized rows", (P, H), rows)
-    layout.add("q_scale", "row scales", (P * scales[0],), torch.float32)
-    layout.add("tiles", "tiles", (grouped.table_size(P, E, first.block_m),), torch.int32)
-    layout.add("position", "position", (P,), torch.int32)
-    layout.add("counts", "counts", (cdiv(P, CHUNK), bins(E)), torch.int32)
-    layout.add("g", "float rows", (P, N), x.dtype)
-    layout.add("h", "quantized rows", (P, intermediate), rows)
-    layout.add("h_scale", "row scales", (P * scales[1],), torch.float32)
-    layout.add("y", "float rows", (P, H), x.dtype)
-    size, parts = layout.parts()
-
-    absent = {name for name, value in weights._asdict().items() if value is None} | (set() if adds else {"residual"})
-    names = Names((*ARGUMENTS, *parts), absent)
-    early = limits.pdl and T <= MAX_ROWS_TO_OVERLAP
-
-    def product(n: int, k: int, config: GemmConfig, a: str, weight: str, out: str) -> Step:
+    def multiply(names: Names, a: str, weight: str, out: str) -> Step:
+        n, k, config = (N, H, first) if weight == "gate_up" else (H, intermediate, second)
         launch = grouped.product_launch(P, E, n, k, x.dtype, x.device, config, dtype, blocks)
         outs = (out,) * grouped.outputs(config)
         return names.step(launch, a, weight, *outs, f"{a}_scale", f"{weight}_scale", f"{weight}_bias", "tiles")
 
-    activation = activate_launch(P, intermediate, x.dtype, weights.activation, early, limits, dtype, blocks)
+    return plan_mixture(x, top_k_index, weights, adds, first.block_m, multiply)
+
+
+def plan_mixture(
+    x: Tensor,
+    top_k_index: Tensor,
+    weights: ExpertWeights | WeightOnlyExperts,
+    adds: bool,
+    block_m: int,
+    multiply: Callable[[Names, str, str, str], Step],
+) -> LaunchPlan:
+    """Pairs of a token and an expert are sorted, multiplied, activated, multiplied again and summed.
+
+    ``adds``: whether there is a residual. ``block_m``: the rows of a tile of the products. ``multiply``: makes a
+    product's step from the names of its rows, its weight and its output.
+    """
+    (T, top_k), E, (H, intermediate) = top_k_index.shape, len(weights.down), weights.sizes
+    P, limits, rows, dtype, in_groups = T * top_k, device_limits(x.device), x.dtype, INT8.storage, False
+    if isinstance(weights, ExpertWeights):
+        dtype, in_groups = weights.gate_up.dtype, weights.has_blocks
+        rows = torch.int8 if takes_bytes(weights.gate_up, x.device) else dtype
+    layout = Layout()
+    layout.add("q", "rows", (P, H), rows)
+    if isinstance(weights, ExpertWeights):
+        layout.add("q_scale", "row scales", (P * (cdiv(H, BLOCK) if in_groups else 1),), torch.float32)
+    layout.add("tiles", "tiles", (grouped.table_size(P, E, block_m),), torch.int32)
+    layout.add("position", "position", (P,), torch.int32)
+    layout.add("counts", "counts", (cdiv(P, CHUNK), _bins(E)), torch.int32)
+    layout.add("g", "products", (P, weights.gate_up.shape[1]), x.dtype)
+    layout.add("h", "rows", (P, intermediate), rows)
+    if isinstance(weights, ExpertWeights):
+        layout.add("h_scale", "row scales", (P * (cdiv(intermediate, BLOCK) if in_groups else 1),), torch.float32)
+    layout.add("y", "products", (P, H), x.dtype)
+    size, parts = layout.parts()
+    names = name_tensors(weights, adds, parts)
+    early = limits.pdl and T <= MAX_ROWS_TO_OVERLAP
+    block, blocks, threads = activated_row_blocks(intermediate, x.itemsize)
+    block = max(block, BLOCK) if in_groups else block
+    flags = (limits.pdl, early, quantize.rounding(dtype, limits), in_groups)
+    constants = (DEVICE_ACTIVATIONS[weights.activation.name], weights.activation, block, blocks, *flags)
+    warps = max(1, threads // limits.warp_size)
+    activation = Launch(_activate_kernel, P, (intermediate,), constants, num_warps=warps, pdl=limits.pdl)
     steps = (
-        *route_steps(x, P, top_k, E, first.block_m, early, limits, names, dtype, blocks),
-        product(N, H, first, "q", "gate_up", "g"),
+        *_route_steps(x, top_k, E, block_m, early, names, dtype, in_groups),
+        multiply(names, "q", "gate_up", "g"),
         names.step(activation, "g", "h", "h_scale", "tiles"),
-        product(H, intermediate, second, "h", "down", "y"),
+        multiply(names, "h", "down", "y"),
         names.step(combine_launch(T, top_k, H, early, limits), "y", "position", "top_k_weights", "residual", "out"),
     )
     return LaunchPlan(x.device.index, size, tuple(parts.values()), steps)
 
 
-def bins(E: int) -> int:
+def name_tensors(weights: ExpertWeights | WeightOnlyExperts, adds: bool, parts: Iterable[str]) -> Names:
+    """The names of a call's tensors and of the ``parts`` of its buffer. ``adds``: whether there is a residual."""
+    own = dict(zip(weights._fields, weights.tensors, strict=False))
+    absent = {name for name, value in own.items() if value is None} | ({"q_scale", "h_scale"} - {*parts})
+    names = ("x", "top_k_index", "top_k_weights", *own, "residual", "out", *parts)
+    return Names(names, absent if adds else {*absent, "residual"})
+
+
+def _bins(E: int) -> int:
     """The number of bins in which kernels count the pairs of ``E`` experts: at least as many as a warp has threads."""
     return max(64, next_power_of_2(E))
 
 
-def route_steps(
-    x: Tensor,
-    P: int,
-    top_k: int,
-    E: int,
-    block_m: int,
-    early: bool,
-    limits: DeviceLimits,
-    names: Names,
-    dtype: torch.dtype = INT8.storage,
-    in_groups: bool = False,
+def _route_steps(
+    x: Tensor, top_k: int, E: int, block_m: int, early: bool, names: Names, dtype: torch.dtype, in_groups: bool
 ) -> list[Step]:
     """The steps that sort pairs by expert and quantize tokens to ``dtype``. ``in_groups``: with scales of groups."""
-    T, K = x.shape
+    (T, K), P, limits = x.shape, x.shape[0] * top_k, device_limits(x.device)
     strides = x.contiguous().stride()
     block, blocks, threads = quantize.row_blocks(
         K, x.dtype.itemsize, quantize.max_row_bytes(limits), quantize.LONG_ROW_BLOCK
@@ -138,7 +159,7 @@ def route_steps(
     warps = max(1, threads // limits.warp_size)
     block = max(block, BLOCK) if in_groups else block
     pdl, flags, form = limits.pdl, (limits.pdl, early), (quantize.rounding(dtype, limits), in_groups)
-    groups = bins(E)
+    groups = _bins(E)
     if P <= MAX_PAIRS_TO_COUNT:
         routing = (top_k, block, blocks, max(32, next_power_of_2(P)), groups, block_m, *flags, *form)
         warps = max(warps, 4)
@@ -155,28 +176,6 @@ def route_steps(
         names.step(place, "top_k_index", "counts", "position", "tiles"),
         names.step(tokens, "x", "q", "q_scale", "position"),
     ]
-
-
-def activate_launch(
-    P: int,
-    K: int,
-    dtype: torch.dtype,
-    activation: GatedActivation,
-    early: bool,
-    limits: DeviceLimits,
-    form: torch.dtype = INT8.storage,
-    in_groups: bool = False,
-) -> Launch:
-    """The activation of at most ``P`` rows of ``K`` values, quantized to ``form`` when called with a scale.
-
-    ``in_groups``: as in ``route_steps``.
-    """
-    block, blocks, threads = activated_row_blocks(K, dtype.itemsize)
-    block = max(block, BLOCK) if in_groups else block
-    flags = (limits.pdl, early, quantize.rounding(form, limits), in_groups)
-    constants = (DEVICE_ACTIVATIONS[activation.name], activation, block, blocks, *flags)
-    warps = max(1, threads // limits.warp_size)
-    return Launch(_activate_kernel, P, (K,), constants, num_warps=warps, pdl=limits.pdl)
 
 
 def combine_launch(

@@ -14,22 +14,19 @@ from torch import Tensor
 
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import WeightOnlyExperts
-from qgemm.kernels.grouped.launcher import table_size
 from qgemm.kernels.grouped.weight_hopper import many_tokens_launch, select_many_tokens
 from qgemm.kernels.grouped.weight_launcher import select_weight_config, weight_product_launch
 from qgemm.kernels.launch.device import device_limits
-from qgemm.kernels.launch.launch import ALIGNMENT, MAX_ROWS_TO_OVERLAP, Launch
+from qgemm.kernels.launch.launch import ALIGNMENT
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.steps import LaunchPlan, Layout, Names, Step, Tensors
 from qgemm.kernels.moe.checks import check_weight_only_experts
 from qgemm.kernels.moe.few_tokens import FewTokens, few_tokens_launch, hopper_form, select_few_tokens
-from qgemm.kernels.moe.launcher import CHUNK, activate_launch, bins, combine_launch, route_steps
+from qgemm.kernels.moe.launcher import combine_launch, name_tensors, plan_mixture
 from qgemm.kernels.stored_form import StoredForm
 from qgemm.numerics.formats import FP8
-from qgemm.numerics.integers import cdiv
 
 _PARTS = WeightOnlyExperts._fields[:10]
-ARGUMENTS = ("x", "top_k_index", "top_k_weights", *_PARTS, "residual", "out")
 
 
 class _Plan(NamedTuple):
@@ -65,14 +62,12 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
     if not (P and E and H):
         return _Plan(LaunchPlan(x.device.index, 0, (), ()))
     limits = device_limits(x.device)
-    absent = {name for name, value in weights._asdict().items() if value is None}
-    absent |= set() if adds else {"residual"}
     form = hopper_form(weights, x.dtype) if limits.hopper and aligned else None
     few = select_few_tokens(P, E) if form is not None else None
     many = select_many_tokens(P, E) if form is not None and form.scales_values else None
-    views = tuple(_view(name, weights, many is not None) for name in ARGUMENTS[:-1])
+    views = (*(None,) * 3, *(_view(name, weights, many is not None) for name in _PARTS), None)
     if form is not None and few is not None:
-        return _Plan(_few_tokens(x, top_k_index, weights, form, few, absent), views)
+        return _Plan(_few_tokens(x, top_k_index, weights, adds, form, few), views)
     if many is not None:
         block_m = many.columns
         first, second = (many_tokens_launch(P, E, n, k, many, x.dtype, limits) for n, k in ((N, H), (H, intermediate)))
@@ -86,36 +81,16 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
         )
         outs, ends = 1, ["scale", "zero_point", "global_scale", "bias"]
 
-    layout = Layout()
-    layout.add("q", "rows", (P, H), x.dtype)
-    layout.add("tiles", "tiles", (table_size(P, E, block_m),), torch.int32)
-    layout.add("position", "position", (P,), torch.int32)
-    layout.add("counts", "counts", (cdiv(P, CHUNK), bins(E)), torch.int32)
-    layout.add("g", "products", (P, N), x.dtype)
-    layout.add("h", "rows", (P, intermediate), x.dtype)
-    layout.add("y", "products", (P, H), x.dtype)
-    size, parts = layout.parts()
-    names = Names((*ARGUMENTS, *parts, "q_scale", "h_scale"), {*absent, "q_scale", "h_scale"})
-    early = limits.pdl and T <= MAX_ROWS_TO_OVERLAP
-
-    def multiply(launch: Launch, a: str, weight: str, out: str) -> Step:
+    def multiply(names: Names, a: str, weight: str, out: str) -> Step:
+        launch = first if weight == "gate_up" else second
         return names.step(launch, a, weight, *(out,) * outs, *(f"{weight}_{end}" for end in ends), "tiles")
 
-    steps = (
-        *route_steps(x, P, top_k, E, block_m, early, limits, names),
-        multiply(first, "q", "gate_up", "g"),
-        names.step(
-            activate_launch(P, intermediate, x.dtype, weights.activation, early, limits), "g", "h", "h_scale", "tiles"
-        ),
-        multiply(second, "h", "down", "y"),
-        names.step(combine_launch(T, top_k, H, early, limits), "y", "position", "top_k_weights", "residual", "out"),
-    )
-    return _Plan(LaunchPlan(x.device.index, size, tuple(parts.values()), steps), views)
+    return _Plan(plan_mixture(x, top_k_index, weights, adds, block_m, multiply), views)
 
 
 def _view(name: str, weights: WeightOnlyExperts, in_words: bool) -> torch.dtype | None:
     """The dtype that kernels view a tensor as. ``in_words``: pairs of a weight's bytes, and of exponents as scales."""
-    value = getattr(weights, name, None)
+    value = getattr(weights, name)
     if value is None:
         return None
     if in_words and (name in ("gate_up", "down") or value.dtype == torch.uint8):
@@ -129,9 +104,9 @@ def _few_tokens(
     x: Tensor,
     top_k_index: Tensor,
     weights: WeightOnlyExperts,
+    adds: bool,
     form: StoredForm,
     tile: FewTokens,
-    absent: set[str],
 ) -> LaunchPlan:
     """Two products and a sum. The rows of ``h`` and ``y`` are pairs, in their order."""
     (T, top_k), (E, N, _), (H, intermediate) = top_k_index.shape, weights.gate_up.shape, weights.sizes
@@ -140,7 +115,7 @@ def _few_tokens(
     layout.add("h", "h", (T * top_k, intermediate), x.dtype)
     layout.add("y", "y", (T * top_k, H), x.dtype)
     size, parts = layout.parts()
-    names = Names((*ARGUMENTS, *parts), absent)
+    names = name_tensors(weights, adds, parts)
 
     def multiply(n: int, k: int, a: str, weight: str, out: str, activation: GatedActivation | None) -> Step:
         launch = few_tokens_launch(T, top_k, E, n, k, form, tile, activation, limits)
