@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from qgemm.fusion.draws import normal, uniform
+from qgemm.fusion.probe import normal, uniform
 from qgemm.fusion.siblings import SiblingWatch
 from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.attention import CACHES, SEQUENCES, FusedAttention
