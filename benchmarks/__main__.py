@@ -11,7 +11,7 @@ from benchmarks import plots, tables
 from benchmarks.configs import check_config, rotated_weights
 from benchmarks.measure import measure_host, measure_quantization, measure_shape
 from benchmarks.peers import PEERS, installed_peers
-from benchmarks.providers import Provider, builtin_providers, cpu_providers, gpu_providers
+from benchmarks.providers import Provider, cpu_providers, gpu_providers
 from benchmarks.results import Run, environment, write
 from benchmarks.roofline import known_peaks
 from benchmarks.shapes import (
@@ -134,7 +134,8 @@ def _check_configs(run: Run, args: argparse.Namespace, effort: Effort, device: t
 
 def _choose_providers(names: list[str] | None, levels: Sequence[str], device: torch.device) -> list[Provider]:
     wanted = set(names) if names else None
-    providers = [one for one in builtin_providers(device) if wanted is None or one.name in wanted]
+    builtin = gpu_providers() if device.type == "cuda" else cpu_providers()
+    providers = [one for one in builtin if wanted is None or one.name in wanted]
     if device.type == "cuda":
         peers, missing = installed_peers(wanted)
         providers += peers

@@ -37,29 +37,13 @@ _SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4
 _QWEN = MODELS["qwen3-30b-a3b"]
 SHAPES = {
     "llama-3-8b": MODELS["llama-3-8b"],
-    "llama-3-70b": replace(
-        MODELS["llama-3-8b"],
-        name="llama-3-70b",
-        layers=80,
-        config={
-            **MODELS["llama-3-8b"].config,
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_attention_heads": 64,
-        },
+    "llama-3-70b": MODELS["llama-3-8b"].resized(
+        "llama-3-70b", 80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64
     ),
-    "tiny": replace(
-        MODELS["llama-3-8b"],
-        name="tiny",
-        layers=2,
-        config={**MODELS["llama-3-8b"].config, **_SMALL},
-    ),
+    "tiny": MODELS["llama-3-8b"].resized("tiny", 2, **_SMALL),
     "qwen3-30b-a3b": replace(_QWEN, layers=48),
-    "tiny-mixture": replace(
-        _QWEN,
-        name="tiny-mixture",
-        layers=2,
-        config={**_QWEN.config, **_SMALL, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2},
+    "tiny-mixture": _QWEN.resized(
+        "tiny-mixture", 2, **_SMALL, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2
     ),
 }
 LAYERS = {"qwen3-30b-a3b": 12}

@@ -46,11 +46,6 @@ class Provider:
     finish: Callable[[Tensor, Any, Any], Tensor] = lambda out, a, b: out
 
 
-def builtin_providers(device: torch.device) -> list[Provider]:
-    """qgemm and PyTorch's own products on ``device``."""
-    return gpu_providers() if device.type == "cuda" else cpu_providers()
-
-
 def gpu_providers() -> list[Provider]:
     """qgemm, cuBLAS in bf16 and fp8, cuBLASLt in int8."""
     bf16 = torch.bfloat16

@@ -15,7 +15,7 @@ import torch
 from benchmarks.roofline import Roofline, geometric_mean
 from qgemm.version import __version__
 
-PACKAGES = ("torch", "triton", "transformers", "vllm", "torchao", "gemlite", "bitsandbytes")
+PACKAGES = ("torch", "triton", "transformers", "vllm", "torchao", "gemlite", "bitsandbytes", "llmcompressor")
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,8 @@ from qgemm.nn import QuantExperts, QuantLayer
 SHAPES: dict[str, ModelShape] = {
     **{name: MODELS[name] for name in ("llama-3-8b", "qwen3-30b-a3b")},
     "llama-3-70b": PARALLEL["llama-3-70b"],
-    "llama-3-405b": replace(
-        MODELS["llama-3-8b"],
-        name="llama-3-405b",
-        layers=126,
-        config={
-            **MODELS["llama-3-8b"].config,
-            "hidden_size": 16384,
-            "intermediate_size": 53248,
-            "num_attention_heads": 128,
-        },
+    "llama-3-405b": MODELS["llama-3-8b"].resized(
+        "llama-3-405b", 126, hidden_size=16384, intermediate_size=53248, num_attention_heads=128
     ),
     "deepseek-v3": ModelShape("deepseek-v3", "DeepseekV3Config", 61),  # its config's defaults: 671 billion weights
 }

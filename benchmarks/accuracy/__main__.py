@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -21,9 +19,6 @@ from benchmarks.accuracy.peers import PEERS, installed_peers
 from benchmarks.accuracy.results import MINILM, SUBJECTS, Result, Run
 from benchmarks.accuracy.variants import Variant, named, variants
 from benchmarks.results import environment, write
-
-PACKAGES = ("transformers", "llmcompressor", "bitsandbytes", "torchao")
-"""Whose versions matter here, beside those of all benchmarks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> Run:
@@ -47,7 +42,6 @@ def _measure(args: argparse.Namespace) -> Run:
         effort = replace(effort, seeds=tuple(range(args.seeds)))
     table = _table(args.variant)
     about = environment(device, args.commit)
-    about["versions"] |= {name: metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
     run = Run(about, _settings(args.model, effort))
     if args.json and args.json.exists() and not args.again:
         earlier = Run.load(args.json)

@@ -48,24 +48,15 @@ def installed_peers() -> tuple[list[Variant], list[str]]:
     return rows, missing
 
 
-def _torchao_int8(model: nn.Module, batches: list[Any]) -> nn.Module:
-    return _with_config(model, lambda torchao: torchao.Int8DynamicActivationInt8WeightConfig())
+def _torchao(config: Callable[[Any], Any]) -> Callable[[nn.Module, list[Any]], nn.Module]:
+    """``config``: makes the configuration from the module ``torchao.quantization``."""
 
+    def build(model: nn.Module, batches: list[Any]) -> nn.Module:
+        torchao = importlib.import_module("torchao.quantization")
+        torchao.quantize_(model, config(torchao), filter_fn=_is_chosen)
+        return model
 
-def _torchao_fp8(model: nn.Module, batches: list[Any]) -> nn.Module:
-    return _with_config(
-        model, lambda torchao: torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
-    )
-
-
-def _torchao_int8_weights(model: nn.Module, batches: list[Any]) -> nn.Module:
-    return _with_config(model, lambda torchao: torchao.Int8WeightOnlyConfig())
-
-
-def _with_config(model: nn.Module, config: Callable[[Any], Any]) -> nn.Module:
-    torchao = importlib.import_module("torchao.quantization")
-    torchao.quantize_(model, config(torchao), filter_fn=_is_chosen)
-    return model
+    return build
 
 
 def _bitsandbytes_int8(model: nn.Module, batches: list[Any]) -> nn.Module:
@@ -161,9 +152,13 @@ def _is_chosen(module: nn.Module, name: str = "") -> bool:
 
 _PACKAGES: dict[str, list[Variant]] = {
     "torchao": [
-        Variant("torchao int8", _torchao_int8, seeded=False),
-        Variant("torchao fp8", _torchao_fp8, seeded=False),
-        Variant("torchao int8 weights", _torchao_int8_weights, seeded=False, note=IN_16_BITS),
+        Variant("torchao int8", _torchao(lambda ao: ao.Int8DynamicActivationInt8WeightConfig()), seeded=False),
+        Variant(
+            "torchao fp8",
+            _torchao(lambda ao: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())),
+            seeded=False,
+        ),
+        Variant("torchao int8 weights", _torchao(lambda ao: ao.Int8WeightOnlyConfig()), seeded=False, note=IN_16_BITS),
     ],
     "bitsandbytes": [
         Variant("bitsandbytes int8", _bitsandbytes_int8, seeded=False),

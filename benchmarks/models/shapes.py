@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ class ModelShape:
     config: Mapping[str, Any] = field(default_factory=dict)
     is_decoder: bool = True
     min_cosine: float = 0.9
+
+    def resized(self, name: str, layers: int, **config: Any) -> ModelShape:
+        """The same architecture in other sizes."""
+        return replace(self, name=name, layers=layers, config={**self.config, **config})
 
     def make_config(self, layers: int | None = None) -> Any:
         """The config, with another number of ``layers`` if one is given."""

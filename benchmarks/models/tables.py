@@ -20,8 +20,8 @@ def report(run: Run, markdown: bool = False) -> str:
         if any(one.measure == ENCODE for one in figures):
             title = f"{model}, {layers} layers: sentences a second (times {BASE}'s, which is float32 on a CPU)"
         parts += [("## " if markdown else "") + title, render(speed_table(figures), markdown)]
-        if rows := memory_table(figures)[1]:
-            parts.append(render((memory_table(figures)[0], rows), markdown))
+        if (memory := memory_table(figures))[1]:
+            parts.append(render(memory, markdown))
     if notes := list(dict.fromkeys(f"{one.provider}: {one.note}" for one in run.figures if one.note)):
         parts.append("\n".join(f"- {note}" for note in notes))
     if failed := [f"{_said(one)}, {one.provider}: {one.reason}" for one in run.figures if one.reason]:

@@ -101,8 +101,9 @@ class Fold:
             work = block.layers.get(name) or block.experts.get(name)
             for weight in input_weights(block.model.get_submodule(name)):
                 # Experts are [E, N, K]; a router stays in float.
-                weights += [weight] if name in block.layers else weight if weight.ndim == 3 else []
-            schemes += [work.scheme.weight if work else INT8_ROWS] * (len(weights) - len(schemes))
+                own = [weight] if name in block.layers else [*weight] if weight.ndim == 3 else []
+                weights += own
+                schemes += [work.scheme.weight if work else INT8_ROWS] * len(own)
         return weights, schemes
 
     def undecide(self, block: Block) -> None:

@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from qgemm.fusion.branches import NotFused, merge
-from qgemm.fusion.draws import normal, uniform
-from qgemm.fusion.probe import find_norm
+from qgemm.fusion.probe import find_norm, normal, uniform
 from qgemm.fusion.report import FusionRecord
 from qgemm.fusion.structure import places
 from qgemm.fusion.verify import MAX_ERROR, random_values, relative_error

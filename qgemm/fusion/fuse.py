@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.arguments import check_model
-from qgemm.fusion.branches import NotFused
 from qgemm.fusion.diffusion import fuse_block, is_block
 from qgemm.fusion.probe import find_angles
 from qgemm.fusion.report import FusionRecord, FusionReport
 from qgemm.fusion.siblings import SiblingWatch
-from qgemm.fusion.structure import Candidates, arguments_of, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
+from qgemm.fusion.structure import arguments_of, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
 from qgemm.fusion.verify import MAX_ERROR, Call, called_again, error_of, in_eval, random_values, record_calls
 from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.angles import FusedAngles
@@ -109,7 +108,7 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
         except Exception as raised:  # a layer may raise anything
             reason = f"it can't be verified: it can't be called again ({type(raised).__name__}: {raised})"
             return FusionRecord(name, kind, (), reason, None)
-        found = _find_candidates(layer, its_call)
+        found = find_candidates(layer, its_call) if is_layer(layer) else find_mlp(layer)
         fused, error, reason = _choose(found.fused, its_call)
     if fused is not None and are_random:
         fused, error, reason = _choose((fused,), call)
@@ -121,15 +120,6 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
         reason = _why_it_waits(layer, fused)
     parts = found.parts if fused is not None else ()
     return FusionRecord(name, kind, parts, "; ".join(filter(None, (found.reason, reason))), error)
-
-
-def _find_candidates(layer: nn.Module, call: Call) -> Candidates:
-    if is_layer(layer):
-        return find_candidates(layer, call)
-    try:
-        return Candidates((find_mlp(layer),), ("mlp",), "")
-    except NotFused as obstacle:
-        return Candidates((), (), str(obstacle))
 
 
 def _why_it_waits(layer: nn.Module, fused: FusedLayer) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qgemm.device import one_thread
-from qgemm.fusion.draws import normal, uniform
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.rotary.reference import ANGLES
@@ -32,6 +31,16 @@ _ROWS, _VALUES = 16, 4096
 _LARGE = 30.0
 _MAX_UNLIKE = 0.01
 """The fraction of values that may differ, from another order of sums; a rounding more or less changes a quarter."""
+
+
+def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Values of the standard normal distribution: float32 on the CPU, whatever PyTorch's defaults are."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Values between 0 and 1, as ``normal`` makes them."""
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 @one_thread()

@@ -252,12 +252,12 @@ def _candidates_of_single(layer: nn.Module, norm: str, name: str, call: Call) ->
             part, branch = "mixture", branches.find_mixture(module, call)
         elif is_mlp(module):
             part, branch = "mlp", _find_mlp(module)
-        elif crosses:
-            out = module._modules[child_of(module, OUT)]
-            part, branch = "cross attention", find_cross_attention(module, out, {}, defaults, call)
         else:
             out = module._modules[child_of(module, OUT)]
-            part, branch = "attention", find_attention(module, out, defaults, call, ())
+            if crosses:
+                part, branch = "cross attention", find_cross_attention(module, out, {}, defaults, call)
+            else:
+                part, branch = "attention", find_attention(module, out, defaults, call, ())
     except NotFused as error:
         return Candidates((), (), f"{name}: {error}")
     passed_over, called = _places(layer, [branch], [step])
@@ -424,11 +424,14 @@ def is_mlp(module: nn.Module) -> bool:
     return any(children - {*ACTIVATION} == {*first, last} for first, last, _ in MLP_LAYERS)
 
 
-def find_mlp(module: nn.Module) -> FusedLayer:
-    """How a separate MLP computes. Raises ``NotFused`` with the reason if it can't be fused."""
-    mlp = _find_mlp(module)
+def find_mlp(module: nn.Module) -> Candidates:
+    """How a separate MLP computes."""
+    try:
+        mlp = _find_mlp(module)
+    except NotFused as error:
+        return Candidates((), (), str(error))
     passed_over, called = _places(module, [mlp], ())
-    return FusedLayer("alone", (Step(mlp),), passed_over=passed_over, called=called)
+    return Candidates((FusedLayer("alone", (Step(mlp),), passed_over=passed_over, called=called),), ("mlp",), "")
 
 
 def _find_mlp(module: nn.Module) -> FusedMlp:

@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from qgemm.fusion.draws import normal, uniform
+from qgemm.fusion.probe import normal, uniform
 from qgemm.fusion.siblings import SiblingWatch
 from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.attention import CACHES, SEQUENCES, FusedAttention
@@ -36,6 +36,8 @@ a different number than the layer does is refused from 0.2 % on."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _SPREAD = 1.5  # of queries and keys
+
+_Attention: TypeAlias = FusedAttention | FusedLatentAttention | FusedCrossAttention
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,7 @@ def error_of(fused: FusedLayer, call: Call) -> float:
 
 
 @torch.no_grad()
-def error_of_attention(
-    fused: FusedAttention | FusedLatentAttention | FusedCrossAttention, call: Call, defaults: Mapping[str, Any]
-) -> float:
+def error_of_attention(fused: _Attention, call: Call, defaults: Mapping[str, Any]) -> float:
     """The relative difference between ``fused`` and its module, for random inputs whose scores differ.
 
     With a layer's small weights, scores hardly differ, and then the rotation of queries would hardly matter.
@@ -193,7 +193,7 @@ def error_of_attention(
         return float("inf")
 
 
-def _names_there(fused: FusedAttention | FusedLatentAttention | FusedCrossAttention) -> Mapping[str, str | None]:
+def _names_there(fused: _Attention) -> Mapping[str, str | None]:
     """The names of the layer's arguments in a call of its attention."""
     if isinstance(fused, FusedCrossAttention):
         return fused.names
@@ -202,10 +202,7 @@ def _names_there(fused: FusedAttention | FusedLatentAttention | FusedCrossAttent
 
 
 def _other_scores(
-    fused: FusedAttention | FusedLatentAttention | FusedCrossAttention,
-    x: Tensor,
-    context: Mapping[str, Any],
-    generator: torch.Generator,
+    fused: _Attention, x: Tensor, context: Mapping[str, Any], generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Random values for what ``context`` adds to scores: a new model's biases and masks may show nothing."""
     given = ((name, context.get(name)) for name in ("attention_mask", POSITION_BIAS))
@@ -216,9 +213,7 @@ def _other_scores(
 
 
 @contextmanager
-def _other_table(
-    fused: FusedAttention | FusedLatentAttention | FusedCrossAttention, generator: torch.Generator
-) -> Iterator[None]:
+def _other_table(fused: _Attention, generator: torch.Generator) -> Iterator[None]:
     """Inside, the module computes a random position bias if it learns one, because a new model's is close to 0."""
     bias = getattr(fused, POSITION_BIAS, None)
     parameters = fused.module.relative_attention_bias._parameters if bias is not None and bias.learned else {}

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
 from qgemm.model.report import QuantReport
 from qgemm.nn import QuantLayer
 from qgemm.nn.attention import opened_attention
+
+Value = TypeVar("Value")
 
 
 class QuantizedLoad:
@@ -176,16 +178,13 @@ def open_files(files: list[Path], manifest: Manifest) -> _LoadedFiles:
 def _manifest_for(model: PreTrainedModel, renaming: Renaming, manifest: Manifest) -> Manifest:
     """The part of ``manifest`` about ``model``, whose class differs from that of the saved model."""
 
-    def named(name: str) -> str | None:
-        return renaming.name_in(model, name)
+    def own(by_name: Mapping[str, Value]) -> dict[str, Value]:
+        named = ((renaming.name_in(model, name), value) for name, value in by_name.items())
+        return {name: value for name, value in named if name is not None}
 
-    layers = {named(name): scheme for name, scheme in manifest.layers.items()}
-    ties = {named(alias): named(name) for alias, name in manifest.tied.items()}
-    own_layers = {name: scheme for name, scheme in layers.items() if name is not None}
-    own_ties = {alias: name for alias, name in ties.items() if alias is not None and name is not None}
-    widths = {named(name): K for name, K in manifest.in_features.items()}
-    own_widths = {name: K for name, K in widths.items() if name is not None}
-    return Manifest(own_layers, own_ties, manifest.save, in_features=own_widths)
+    ties = {alias: renaming.name_in(model, name) for alias, name in own(manifest.tied).items()}
+    own_ties = {alias: name for alias, name in ties.items() if name is not None}
+    return Manifest(own(manifest.layers), own_ties, manifest.save, in_features=own(manifest.in_features))
 
 
 def _check_stored(

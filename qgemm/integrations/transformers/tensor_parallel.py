@@ -109,11 +109,31 @@ class _Whole(TensorParallelLayer):  # type: ignore[misc]
         return module
 
 
-class _OfQuantized(TensorParallelLayer):  # type: ignore[misc]
+class _Around(TensorParallelLayer):  # type: ignore[misc]
+    """One of transformers' own styles, which wraps no quantized layer: a shard handles communication itself."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
+        """As in transformers."""
+        self.original.validate_param(module, param, mesh, parameter_name=parameter_name)
+
+    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+        """As in transformers."""
+        self.original.shard_param(module, param, mesh)
+
+    def install_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Does nothing for quantized layers."""
+        return module if _is_ours(module) else self.original.install_forward(module, *args, **kwargs)
+
+
+class _OfQuantized(_Around):
     """The style for quantized layers; for other modules that a plan's pattern matches, transformers' own."""
 
     def __init__(self, style: Style, original: TensorParallelLayer, parts: int) -> None:
-        self.style, self.original, self.parts = style, original, parts
+        super().__init__(original)
+        self.style, self.parts = style, parts
 
     def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
         """Does nothing for quantized layers, which are already checked."""
@@ -136,35 +156,12 @@ class _OfQuantized(TensorParallelLayer):  # type: ignore[misc]
                     return  # once it has values, cut_layers splits it
                 module._parameters[param] = frozen(distribute_tensor(whole, mesh, [placement], src_data_rank=None))
 
-    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        """Does nothing: a shard handles communication itself."""
-        return module if _is_ours(module) else self.original.install_forward(module, mesh)
-
-
-class _Around(TensorParallelLayer):  # type: ignore[misc]
-    """One of transformers' own styles, with a different ``install_forward``."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-
-    def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
-        """As in transformers."""
-        self.original.validate_param(module, param, mesh, parameter_name=parameter_name)
-
-    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        """As in transformers."""
-        self.original.shard_param(module, param, mesh)
-
 
 class _Dispatched(_Around):
     """``ep_dispatch_experts`` of transformers from 5.19 on; but quantized experts find their own tokens.
 
     It keeps transformers' name, by which transformers recognizes expert parallelism.
     """
-
-    def install_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Does nothing for quantized experts."""
-        return module if _is_ours(module) else self.original.install_forward(module, *args, **kwargs)
 
 
 class _Gathered(_Around):

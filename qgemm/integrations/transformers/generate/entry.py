@@ -215,10 +215,9 @@ def decode(
         if ahead is None:
             ahead = AHEAD if input_ids.is_cuda else 0
         assert kept.decoders is not None
-        tell = functools.partial(_tell_eager, kept)
         # If only one process retried its prompt, it would be alone in the collective sums.
         free = kept.decoders.free if group is None else lambda: False
-        loop = Loop(model, request, context, decoder, ahead, tell, free)
+        loop = Loop(model, request, context, decoder, ahead, kept.tell, free)
         lent = request.cache is not None or generation_config.return_dict_in_generate
         used = context.used
         try:
@@ -286,10 +285,6 @@ def _agree(group: Any, request: Request, device: torch.device) -> None:
     if seed != generator.initial_seed():
         generator.manual_seed(seed)
     generator.set_offset(offset)
-
-
-def _tell_eager(kept: _Kept, reason: str) -> None:
-    kept.tell(f"generate's steps run without CUDA graphs, which is slower: {reason}")
 
 
 @contextlib.contextmanager

@@ -39,10 +39,10 @@ class Loop:
         context: Context,
         decoder: Decoder,
         ahead: int,
-        on_capture_error: Callable[[str], None],
+        tell: Callable[[str], None],
         free: Callable[[], bool],
     ) -> None:
-        """``on_capture_error`` is called with the reason if steps can't be captured; they then run without graphs.
+        """``tell`` is called with a sentence if steps can't be captured; they then run without graphs.
 
         ``free`` is called if there isn't enough memory, and returns whether it freed any.
         """
@@ -51,7 +51,7 @@ class Loop:
         self._context = context
         self._decoder = decoder
         self._ahead = ahead
-        self._on_capture_error = on_capture_error
+        self._tell = tell
         self._free = free
 
     def run(self, streamer: BaseStreamer | None) -> Tensor:
@@ -151,7 +151,7 @@ class Loop:
         try:
             step(run)
         except CaptureError as error:
-            self._on_capture_error(str(error))
+            self._tell(f"generate's steps run without CUDA graphs, which is slower: {error}")
             self._context.used = used
             run()
 
