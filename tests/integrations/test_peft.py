@@ -1,4 +1,4 @@
-"""LoRA over quantized layers, by PEFT itself and by transformers: trains, saves, loads, and refuses what can't be."""
+"""LoRA and DoRA over quantized layers, by PEFT and by transformers: train, save, load, and refuse what can't be."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def fill(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude_vector" in name:
+                parameter.mul_(1 + 0.2 * torch.rand(parameter.shape, generator=generator))
+            elif "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
 
@@ -205,6 +207,49 @@ def test_gpt2(tmp_path: Path) -> None:
     assert min(train(model, 3)) > 0
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(("scheme", "error"), [("int8", 0.1), ("nf4", 1e-5)])  # int8 rounds activations too
+def test_dora_is_that_of_pefts_own_layer(scheme: str, error: float, dropout: float) -> None:
+    results = []
+    for is_float in (False, True):
+        base: Any = qgemm.quantize_model(FAMILIES["llama"]().model, scheme, fuse=not is_float)
+        if is_float:
+            base.dequantize()
+        model = fill(get_peft_model(base, lora(use_dora=True, lora_dropout=dropout))).train()
+        torch.manual_seed(0)  # of dropout
+        result = model(input_ids=IDS, labels=IDS)
+        result.loss.backward()
+        results.append({"logits": result.logits, **{n: p.grad for n, p in model.named_parameters() if p.requires_grad}})
+    ours, theirs = results
+    assert len(ours) == 1 + 3 * 2 * len(TARGETS)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert (value - theirs[name]).norm() / theirs[name].norm() < error, name
+
+
+def test_dora_subtracts_the_bias_of_the_float_layer() -> None:
+    torch.manual_seed(0)
+    network, x = nn.Sequential(nn.Linear(64, 32), nn.Identity()), torch.rand(50, 64)
+    quantized = qgemm.quantize_model(network, "int8-static-asymmetric", calibration=[x])  # its bias has another part
+    reference = nn.Sequential(quantized[0].dequantize())
+    config = {"target_modules": ["0"], "use_dora": True}
+    ours, theirs = (fill(get_peft_model(base, LoraConfig(**config))) for base in (quantized, reference))
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0.05, atol=0.05)
+
+
+def test_dora_is_saved_and_merged_as_in_float(tmp_path: Path) -> None:
+    # GPT-2's layers have biases, and configs for it say fan_in_fan_out.
+    example = FAMILIES["gpt2"]()
+    config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True, task_type="CAUSAL_LM")
+    model: Any = fill(get_peft_model(qgemm.quantize_model(example.model, "int4"), config))
+    before = logits(model)
+    model.save_pretrained(tmp_path)
+    base: Any = qgemm.quantize_model(FAMILIES["gpt2"]().model, "int4")
+    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path)), before)
+    model.dequantize()
+    torch.testing.assert_close(logits(model.merge_and_unload(safe_merge=True)), before, rtol=1e-4, atol=1e-4)
+
+
 def refuse(name: str, message: str, **settings: Any) -> Any:
     return pytest.param(settings, message, id=name)
 
@@ -212,7 +257,7 @@ def refuse(name: str, message: str, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        refuse("DoRA", r"plain LoRA only, no variant such as DoRA: .*use_dora", use_dora=True),
+        refuse("aLoRA", r"only plain LoRA and DoRA work: .*alora_inv.*dequantize", alora_invocation_tokens=[1]),
         refuse("PiSSA", r"init_lora_weights='pissa' starts from the float weight", init_lora_weights="pissa"),
         refuse("orthogonal", r"'orthogonal' starts from the float weight", init_lora_weights="orthogonal"),
         refuse(
