@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,27 @@ def test_the_adapters_of_transformers_and_its_trainer(llama_folder: Path, tmp_pa
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
     assert torch.equal(logits(whole), trained)
     assert isinstance(whole.model.layers[0].mlp.up_proj, QuantLinear)
+
+
+def test_the_trainer_trains_chosen_parameters_without_an_adapter(llama_folder: Path, tmp_path: Path) -> None:
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, learning_rate=0.1, save_strategy="no", report_to=[], use_cpu=True
+    )
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
+    model = load_int8(llama_folder)
+    with pytest.raises(ValueError, match="purely quantized"):  # nothing was chosen: it would leave out most weights
+        Trainer(model, arguments, train_dataset=rows)
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    with pytest.raises(ValueError, match="purely quantized"):
+        Trainer(model, arguments, train_dataset=rows)
+    norms = [module.weight for module in model.modules() if "RMSNorm" in type(module).__name__]
+    for weight in norms:
+        weight.requires_grad = True
+    before = [weight.clone() for weight in norms]
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert not any(torch.equal(weight, old) for weight, old in zip(norms, before, strict=True))
+    copy.deepcopy(model.hf_quantizer)
 
 
 def test_gpt2(tmp_path: Path) -> None:
