@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear
-from peft.tuners.lora.variants import DoraLinearVariant
+from peft.tuners.lora.variants import ALoraLinearVariant, DoraLinearVariant
 from torch import Tensor, nn
 
 from qgemm.integrations.peft_targets import register_targets
@@ -66,7 +66,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
     """PEFT's LoRA layer over a ``LinearLayer`` of any scheme, whose parameters don't change."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
-        """Called by PEFT. Raises ``ValueError`` for variants but DoRA, and for starts from the float weight (PiSSA)."""
+        """Called by PEFT. Raises ``ValueError`` for most variants, and for starts from the float weight (PiSSA)."""
         if kwargs.get("parameter_name") is not None:
             raise ValueError(
                 f"target_parameters names {kwargs['parameter_name']!r} of a {type(base_layer).__name__}, whose "
@@ -92,12 +92,14 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
                 'has none: use True, False, "gaussian" or "eva", or adapt the float model that model.dequantize() '
                 "restores"
             )
+        if getattr(config, "use_qalora", False):  # PEFT would ignore it
+            raise ValueError("use_qalora is for PEFT's layers of GPTQ only: leave it out, or use nf4 for QLoRA")
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """Plain LoRA and DoRA; others need the float weight, or weren't compared with PEFT's on float layers."""
-        return {(): None, ("use_dora",): _DoraQuantVariant}
+        """Plain LoRA, DoRA and aLoRA; others need the float weight, or weren't compared with PEFT's on float layers."""
+        return {(): None, ("use_dora",): _DoraQuantVariant, ("alora_invocation_tokens",): ALoraLinearVariant}
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> Any:
         """As in PEFT, for what ``lora_variants`` holds; raises ``ValueError`` for other variants."""
@@ -105,8 +107,8 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
             return super().resolve_lora_variant(config=config, **kwargs)
         except ValueError as error:
             raise ValueError(
-                f"on a quantized layer only plain LoRA and DoRA work: {error}; use one of these, or adapt the float "
-                "model that model.dequantize() restores"
+                f"on a quantized layer only plain LoRA, DoRA and aLoRA work: {error}; use one of these, or adapt the "
+                "float model that model.dequantize() restores"
             ) from error
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

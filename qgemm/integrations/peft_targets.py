@@ -68,7 +68,7 @@ def _check_targets(peft_config: Any, model: nn.Module) -> None:
             kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
             raise ValueError(
                 f"{kind} can't adapt {name}, which is quantized ({layer.scheme.name}); on quantized layers only LoRA "
-                "and DoRA work: use LoraConfig, or adapt the float model that model.dequantize() restores"
+                "and its variant DoRA work: use LoraConfig, or adapt the float model that model.dequantize() restores"
             )
 
 

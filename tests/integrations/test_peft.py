@@ -229,21 +229,32 @@ def test_gpt2(tmp_path: Path) -> None:
     assert min(train(model, 3)) > 0
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize(("scheme", "error"), [("int8", 0.1), ("nf4", 1e-5)])  # int8 rounds activations too
-def test_dora_is_that_of_pefts_own_layer(scheme: str, error: float, dropout: float) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "error", "settings"),
+    [
+        ("int8", 0.1, {"use_dora": True}),  # rounds activations too
+        ("nf4", 1e-5, {"use_dora": True}),
+        ("nf4", 1e-5, {"use_dora": True, "lora_dropout": 0.5}),
+        ("nf4", 1e-5, {"alora_invocation_tokens": [3]}),  # the third of four tokens
+    ],
+    ids=str,
+)
+def test_variants_are_those_of_pefts_own_layer(scheme: str, error: float, settings: dict[str, Any]) -> None:
     results = []
     for is_float in (False, True):
         base: Any = qgemm.quantize_model(FAMILIES["llama"]().model, scheme, fuse=not is_float)
         if is_float:
             base.dequantize()
-        model = fill(get_peft_model(base, lora(use_dora=True, lora_dropout=dropout))).train()
+        plain = base(input_ids=IDS).logits
+        model = fill(get_peft_model(base, lora(**settings))).train()
         torch.manual_seed(0)  # of dropout
         result = model(input_ids=IDS, labels=IDS)
         result.loss.backward()
+        adapted = (result.logits != plain).any(-1).tolist()[0]
+        assert adapted == ([False, False, True, True] if "alora_invocation_tokens" in settings else [True] * 4)
         results.append({"logits": result.logits, **{n: p.grad for n, p in model.named_parameters() if p.requires_grad}})
     ours, theirs = results
-    assert len(ours) == 1 + 3 * 2 * len(TARGETS)
+    assert len(ours) == 1 + (3 if "use_dora" in settings else 2) * 2 * len(TARGETS)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert (value - theirs[name]).norm() / theirs[name].norm() < error, name
@@ -279,7 +290,8 @@ def refuse(name: str, message: str, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        refuse("aLoRA", r"only plain LoRA and DoRA work: .*alora_inv.*dequantize", alora_invocation_tokens=[1]),
+        refuse("two", r"only plain LoRA, DoRA .*'use_dora'.*dequantize", alora_invocation_tokens=[1], use_dora=True),
+        refuse("QALoRA", r"use_qalora is for PEFT's layers of GPTQ only", use_qalora=True),
         refuse("PiSSA", r"init_lora_weights='pissa' starts from the float weight", init_lora_weights="pissa"),
         refuse("orthogonal", r"'orthogonal' starts from the float weight", init_lora_weights="orthogonal"),
         refuse(

@@ -78,7 +78,7 @@ def test_other_tuners_are_refused_before_anything_changes(config: PeftConfig) ->
     before = {name: type(module) for name, module in model.named_modules()}
     refused = (
         rf"{config.peft_type.value} can't adapt model\.layers\.0\.self_attn\.q_proj, which is quantized \(nf4\); on "
-        "quantized layers only LoRA and DoRA work: .*dequantize"
+        "quantized layers only LoRA and its variant DoRA work: .*dequantize"
     )
     with pytest.raises(ValueError, match=refused):
         get_peft_model(model, config)
