@@ -20,7 +20,7 @@ from peft.tuners.lora.layer import Linear
 from peft.tuners.lora.variants import ALoraLinearVariant, DoraLinearVariant
 from torch import Tensor, nn
 
-from qgemm.integrations.peft_targets import register_targets
+from qgemm.integrations.peft_targets import refusal_of_experts, register_targets
 from qgemm.nn import LinearLayer, QuantExperts
 
 if not hasattr(Linear, "lora_variants"):  # earlier versions don't ask which variants a layer supports
@@ -131,15 +131,12 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
 
 
 class _NoneOnExperts(nn.Module):
-    """What PEFT uses for experts, so that it raises: otherwise PEFT would round the adapter like the weights."""
+    """What PEFT uses for experts, so that it raises, if ``peft_targets`` has not done so before."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, **kwargs: Any) -> None:
         """Raises ``ValueError``."""
         assert isinstance(base_layer, QuantExperts)
-        raise ValueError(
-            f"an adapter can't be put on {type(base_layer).__name__}, whose weights are in {base_layer.scheme.name}: "
-            "name the layers around the experts in target_modules, and no parameter of experts in target_parameters"
-        )
+        raise ValueError(refusal_of_experts(base_layer))
 
 
 def _register() -> None:

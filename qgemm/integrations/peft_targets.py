@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 from transformers import PreTrainedModel
 
-from qgemm.nn import LinearLayer
+from qgemm.nn import LinearLayer, QuantExperts
 from qgemm.nn.quant_layer import QuantLayer
 
 _RESOLVE = "_maybe_include_all_linear_layers"
@@ -58,13 +58,26 @@ def _linear_names(model: nn.Module) -> set[str]:
     }
 
 
+def refusal_of_experts(experts: QuantExperts) -> str:
+    """Why they can't have an adapter: PEFT would round it as the weights are."""
+    return (
+        f"an adapter can't be put on {type(experts).__name__}, whose weights are in {experts.scheme.name}: "
+        "name the layers around the experts in target_modules, and no parameter of experts in target_parameters"
+    )
+
+
 def _check_targets(peft_config: Any, model: nn.Module) -> None:
-    # LoRA's layers raise by themselves, by the kind of layer.
-    if peft_config.peft_type == PeftType.LORA or not getattr(peft_config, "target_modules", None):
-        return
+    ends = tuple(f".{end}" for end in getattr(peft_config, "target_parameters", None) or ())
     for name, module in model.named_modules():
         layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        if isinstance(layer, QuantLayer) and check_target_module_exists(peft_config, name):
+        if not isinstance(layer, QuantLayer):
+            continue
+        is_target = getattr(peft_config, "target_modules", None) and check_target_module_exists(peft_config, name)
+        if peft_config.peft_type == PeftType.LORA:  # its linear layers raise by themselves
+            has_target = any(f".{name}.{parameter}".endswith(ends) for parameter, _ in layer.named_parameters())
+            if isinstance(layer, QuantExperts) and (is_target or has_target):
+                raise ValueError(refusal_of_experts(layer))
+        elif is_target:
             kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
             raise ValueError(
                 f"{kind} can't adapt {name}, which is quantized ({layer.scheme.name}); on quantized layers only LoRA "

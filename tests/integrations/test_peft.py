@@ -398,7 +398,12 @@ assert awaited.isdisjoint(sys.modules)
 
 @pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
 @pytest.mark.parametrize(
-    "names", [{"target_modules": ["experts"]}, {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}]
+    "names",
+    [
+        {"target_modules": ["experts"]},
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
+        {"target_modules": "all-linear"},  # PEFT's names for Mixtral include parameters of experts
+    ],
 )
 def test_experts_take_no_adapter(names: dict[str, Any], scheme: str) -> None:
     # PEFT by itself would round the adapter as the weights are.
@@ -407,6 +412,7 @@ def test_experts_take_no_adapter(names: dict[str, Any], scheme: str) -> None:
         ValueError, match=f"an adapter can't be put on QuantExperts, whose weights are in {scheme}: name the lay"
     ):
         get_peft_model(model, LoraConfig(r=4, **names))
+    assert not any(isinstance(module, LoraQuantLinear) for module in model.modules())  # nothing is left for a next try
 
 
 # With int8, activations are rounded too.
