@@ -61,7 +61,7 @@ class QGemmQuantizer(HfQuantizer):
     def is_qat_trainable(self) -> bool:
         """Whether ``Trainer`` trains the model without an adapter: only if the user has chosen which parameters.
 
-        As it is loaded, everything is trainable but quantized layers, which isn't what training all would mean.
+        As it is loaded, all but the quantized layers is trainable: training that would leave out most weights.
         """
         model = None if self._loaded is None else self._loaded[0]()
         return model is not None and _trainable(model) not in (set(), self._loaded[1])  # type: ignore[index]
