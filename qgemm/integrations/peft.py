@@ -1,8 +1,9 @@
-"""LoRA on quantized layers, through PEFT: ``y = base(x) + scaling * B(A(dropout(x)))``, with ``base`` quantized.
+"""LoRA and DoRA on quantized layers, through PEFT: ``y = base(x) + scaling * B(A(dropout(x)))``, ``base`` quantized.
 
 PEFT lets a config name a class for a kind of layer (``LoraConfig._register_custom_module``, described in its guide to
 custom models). Importing this module makes every ``LoraConfig`` name ``LoraQuantLinear`` for ``LinearLayer``, including
 a config read from an adapter's folder, where a user couldn't. ``import qgemm`` imports it as soon as PEFT is imported.
+``peft_targets`` decides which layers an adapter gets.
 
 Adapters are in float32; ``x`` is cast to their dtype, and the sum back to that of ``base(x)``.
 """
@@ -12,10 +13,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from peft import LoraConfig
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear
-from torch import nn
+from peft.tuners.lora.variants import ALoraLinearVariant, DoraLinearVariant
+from torch import Tensor, nn
 
+from qgemm.integrations.peft_targets import refusal_of_experts, register_targets
 from qgemm.nn import LinearLayer, QuantExperts
 
 if not hasattr(Linear, "lora_variants"):  # earlier versions don't ask which variants a layer supports
@@ -25,11 +30,43 @@ if not hasattr(Linear, "lora_variants"):  # earlier versions don't ask which var
 _STARTS = (True, False, "gaussian", "eva")
 
 
+class _DoraQuantLinear(DoraLinearLayer):  # type: ignore[misc]
+    """PEFT's DoRA: rows of ``W + scaling * B @ A`` get norms that are trained; ``W`` is the dequantized weight."""
+
+    def update_layer(self, *, base_layer: nn.Module, **kwargs: Any) -> None:
+        super().update_layer(base_layer=_in_float(base_layer), **kwargs)
+
+    def forward(self, x: Tensor, *, base_layer: nn.Module, base_result: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if base_result is None:  # with dropout: PEFT's product would keep the float weight for the backward
+            base_result = base_layer(x)
+        added: Tensor = super().forward(x, base_layer=_in_float(base_layer), base_result=base_result, **kwargs)
+        return added
+
+
+def _in_float(layer: nn.Module) -> nn.Module:
+    return layer.dequantize(torch.float32).requires_grad_(False) if isinstance(layer, LinearLayer) else layer
+
+
+class _DoraQuantVariant(DoraLinearVariant):  # type: ignore[misc]
+    @staticmethod
+    def init(module: Linear, adapter_name: str, **kwargs: Any) -> None:  # type: ignore[override]
+        if not module.lora_magnitude_vector:
+            module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+        layer = _DoraQuantLinear(fan_in_fan_out=False)
+        layer.update_layer(
+            base_layer=module.get_base_layer(),
+            lora_A=module.lora_A[adapter_name].weight,
+            lora_B=module.lora_B[adapter_name].weight,
+            scaling=module.scaling[adapter_name],
+        )
+        module.lora_magnitude_vector[adapter_name] = layer
+
+
 class LoraQuantLinear(Linear):  # type: ignore[misc]
     """PEFT's LoRA layer over a ``LinearLayer`` of any scheme, whose parameters don't change."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
-        """Called by PEFT. Raises ``ValueError`` for variants that need the float weight, such as DoRA and PiSSA."""
+        """Called by PEFT. Raises ``ValueError`` for most variants, and for starts from the float weight (PiSSA)."""
         if kwargs.get("parameter_name") is not None:
             raise ValueError(
                 f"target_parameters names {kwargs['parameter_name']!r} of a {type(base_layer).__name__}, whose "
@@ -52,21 +89,27 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         if config.init_lora_weights not in _STARTS:
             raise ValueError(
                 f"init_lora_weights={config.init_lora_weights!r} starts from the float weight, and a quantized layer "
-                'has none: use True, False, "gaussian" or "eva"'
+                'has none: use True, False, "gaussian" or "eva", or adapt the float model that model.dequantize() '
+                "restores"
             )
+        if getattr(config, "use_qalora", False):  # PEFT would ignore it
+            raise ValueError("use_qalora is for PEFT's layers of GPTQ only: leave it out, or use nf4 for QLoRA")
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """Empty: every variant needs the float weight."""
-        return {(): None}
+        """Plain LoRA, DoRA and aLoRA; others need the float weight, or weren't compared with PEFT's on float layers."""
+        return {(): None, ("use_dora",): _DoraQuantVariant, ("alora_invocation_tokens",): ALoraLinearVariant}
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> Any:
-        """Returns None for plain LoRA; raises ``ValueError`` for any variant."""
+        """As in PEFT, for what ``lora_variants`` holds; raises ``ValueError`` for other variants."""
         try:
             return super().resolve_lora_variant(config=config, **kwargs)
         except ValueError as error:
-            raise ValueError(f"a quantized layer takes plain LoRA only, no variant such as DoRA: {error}") from error
+            raise ValueError(
+                f"on a quantized layer only plain LoRA, DoRA and aLoRA work: {error}; use one of these, or adapt the "
+                "float model that model.dequantize() restores"
+            ) from error
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As in PEFT, if ``model.dequantize()`` has put a float layer below; otherwise raises ``NotImplementedError``.
@@ -88,15 +131,12 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
 
 
 class _NoneOnExperts(nn.Module):
-    """What PEFT uses for experts, so that it raises: otherwise PEFT would round the adapter like the weights."""
+    """What PEFT uses for experts, so that it raises, if ``peft_targets`` has not done so before."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, **kwargs: Any) -> None:
         """Raises ``ValueError``."""
         assert isinstance(base_layer, QuantExperts)
-        raise ValueError(
-            f"an adapter can't be put on {type(base_layer).__name__}, whose weights are in {base_layer.scheme.name}: "
-            "name the layers around the experts in target_modules, and no parameter of experts in target_parameters"
-        )
+        raise ValueError(refusal_of_experts(base_layer))
 
 
 def _register() -> None:
@@ -112,3 +152,4 @@ def _register() -> None:
 
 
 _register()
+register_targets()

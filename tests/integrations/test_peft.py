@@ -1,7 +1,8 @@
-"""LoRA over quantized layers, by PEFT itself and by transformers: trains, saves, loads, and refuses what can't be."""
+"""LoRA and DoRA over quantized layers, by PEFT and by transformers: train, save, load, and refuse what can't be."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ def fill(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude_vector" in name:
+                parameter.mul_(1 + 0.2 * torch.rand(parameter.shape, generator=generator))
+            elif "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
 
@@ -195,6 +198,27 @@ def test_the_adapters_of_transformers_and_its_trainer(llama_folder: Path, tmp_pa
     assert isinstance(whole.model.layers[0].mlp.up_proj, QuantLinear)
 
 
+def test_the_trainer_trains_chosen_parameters_without_an_adapter(llama_folder: Path, tmp_path: Path) -> None:
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, learning_rate=0.1, save_strategy="no", report_to=[], use_cpu=True
+    )
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
+    model = load_int8(llama_folder)
+    with pytest.raises(ValueError, match="purely quantized"):  # nothing was chosen: it would leave out most weights
+        Trainer(model, arguments, train_dataset=rows)
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    with pytest.raises(ValueError, match="purely quantized"):
+        Trainer(model, arguments, train_dataset=rows)
+    norms = [module.weight for module in model.modules() if "RMSNorm" in type(module).__name__]
+    for weight in norms:
+        weight.requires_grad = True
+    before = [weight.clone() for weight in norms]
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert not any(torch.equal(weight, old) for weight, old in zip(norms, before, strict=True))
+    copy.deepcopy(model.hf_quantizer)
+
+
 def test_gpt2(tmp_path: Path) -> None:
     example = FAMILIES["gpt2"]()
     qgemm.quantize_model(example.model)
@@ -205,6 +229,60 @@ def test_gpt2(tmp_path: Path) -> None:
     assert min(train(model, 3)) > 0
 
 
+@pytest.mark.parametrize(
+    ("scheme", "error", "settings"),
+    [
+        ("int8", 0.1, {"use_dora": True}),  # rounds activations too
+        ("nf4", 1e-5, {"use_dora": True}),
+        ("nf4", 1e-5, {"use_dora": True, "lora_dropout": 0.5}),
+        ("nf4", 1e-5, {"alora_invocation_tokens": [3]}),  # the third of four tokens
+    ],
+    ids=str,
+)
+def test_variants_are_those_of_pefts_own_layer(scheme: str, error: float, settings: dict[str, Any]) -> None:
+    results = []
+    for is_float in (False, True):
+        base: Any = qgemm.quantize_model(FAMILIES["llama"]().model, scheme, fuse=not is_float)
+        if is_float:
+            base.dequantize()
+        plain = base(input_ids=IDS).logits
+        model = fill(get_peft_model(base, lora(**settings))).train()
+        torch.manual_seed(0)  # of dropout
+        result = model(input_ids=IDS, labels=IDS)
+        result.loss.backward()
+        adapted = (result.logits != plain).any(-1).tolist()[0]
+        assert adapted == ([False, False, True, True] if "alora_invocation_tokens" in settings else [True] * 4)
+        results.append({"logits": result.logits, **{n: p.grad for n, p in model.named_parameters() if p.requires_grad}})
+    ours, theirs = results
+    assert len(ours) == 1 + (3 if "use_dora" in settings else 2) * 2 * len(TARGETS)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert (value - theirs[name]).norm() / theirs[name].norm() < error, name
+
+
+def test_dora_subtracts_the_bias_of_the_float_layer() -> None:
+    torch.manual_seed(0)
+    network, x = nn.Sequential(nn.Linear(64, 32), nn.Identity()), torch.rand(50, 64)
+    quantized = qgemm.quantize_model(network, "int8-static-asymmetric", calibration=[x])  # its bias has another part
+    reference = nn.Sequential(quantized[0].dequantize())
+    config = {"target_modules": ["0"], "use_dora": True}
+    ours, theirs = (fill(get_peft_model(base, LoraConfig(**config))) for base in (quantized, reference))
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0.05, atol=0.05)
+
+
+def test_dora_is_saved_and_merged_as_in_float(tmp_path: Path) -> None:
+    # GPT-2's layers have biases, and configs for it say fan_in_fan_out.
+    example = FAMILIES["gpt2"]()
+    config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True, task_type="CAUSAL_LM")
+    model: Any = fill(get_peft_model(qgemm.quantize_model(example.model, "int4"), config))
+    before = logits(model)
+    model.save_pretrained(tmp_path)
+    base: Any = qgemm.quantize_model(FAMILIES["gpt2"]().model, "int4")
+    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path)), before)
+    model.dequantize()
+    torch.testing.assert_close(logits(model.merge_and_unload(safe_merge=True)), before, rtol=1e-4, atol=1e-4)
+
+
 def refuse(name: str, message: str, **settings: Any) -> Any:
     return pytest.param(settings, message, id=name)
 
@@ -212,7 +290,8 @@ def refuse(name: str, message: str, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        refuse("DoRA", r"plain LoRA only, no variant such as DoRA: .*use_dora", use_dora=True),
+        refuse("two", r"only plain LoRA, DoRA .*'use_dora'.*dequantize", alora_invocation_tokens=[1], use_dora=True),
+        refuse("QALoRA", r"use_qalora is for PEFT's layers of GPTQ only", use_qalora=True),
         refuse("PiSSA", r"init_lora_weights='pissa' starts from the float weight", init_lora_weights="pissa"),
         refuse("orthogonal", r"'orthogonal' starts from the float weight", init_lora_weights="orthogonal"),
         refuse(
@@ -319,7 +398,12 @@ assert awaited.isdisjoint(sys.modules)
 
 @pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
 @pytest.mark.parametrize(
-    "names", [{"target_modules": ["experts"]}, {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}]
+    "names",
+    [
+        {"target_modules": ["experts"]},
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
+        {"target_modules": "all-linear"},  # PEFT's names for Mixtral include parameters of experts
+    ],
 )
 def test_experts_take_no_adapter(names: dict[str, Any], scheme: str) -> None:
     # PEFT by itself would round the adapter as the weights are.
@@ -328,6 +412,7 @@ def test_experts_take_no_adapter(names: dict[str, Any], scheme: str) -> None:
         ValueError, match=f"an adapter can't be put on QuantExperts, whose weights are in {scheme}: name the lay"
     ):
         get_peft_model(model, LoraConfig(r=4, **names))
+    assert not any(isinstance(module, LoraQuantLinear) for module in model.modules())  # nothing is left for a next try
 
 
 # With int8, activations are rounded too.

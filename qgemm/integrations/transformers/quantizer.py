@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class QGemmQuantizer(HfQuantizer):
 
     serialized_names = {"weight": ["weight", "weight_scale"]}  # noqa: RUF012 (as the base class declares it)
     quantization_config: QGemmConfig
+    # The model that was loaded, and the parameters that were trainable then.
+    _loaded: tuple[weakref.ref[nn.Module], set[str]] | None = None
 
     def __init__(self, quantization_config: QGemmConfig, **kwargs: Any) -> None:
         """``pre_quantized``, in ``kwargs``: whether the checkpoint is already quantized."""
@@ -53,6 +56,19 @@ class QGemmQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Whether adapters can be trained: gradients pass through the layers to what precedes them."""
         return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether ``Trainer`` trains the model without an adapter: only if the user has chosen which parameters.
+
+        As it is loaded, all but the quantized layers is trainable: training that would leave out most weights.
+        """
+        model = None if self._loaded is None else self._loaded[0]()
+        return model is not None and _trainable(model) not in (set(), self._loaded[1])  # type: ignore[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model: a copy of the quantizer belongs to a copy of the model."""
+        return {name: value for name, value in vars(self).items() if name != "_loaded"}
 
     @property
     def is_compileable(self) -> bool:
@@ -130,6 +146,7 @@ class QGemmQuantizer(HfQuantizer):
             if isinstance(module, QuantLayer):
                 module.requires_grad_(False)  # transformers makes every float parameter trainable, including scales
                 module.settle()
+        self._loaded = weakref.ref(model), _trainable(model)
         self.pre_quantized = True
         manifest = self.quantization_config.manifest
         if not any(isinstance(module, QuantLayer) for module in model.modules()):
@@ -168,6 +185,10 @@ class QGemmQuantizer(HfQuantizer):
                 model.set_submodule(name, _float_experts(plain.get_submodule(name), module, wanted))
         close_attention(model)
         return model
+
+
+def _trainable(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _convert(model: PreTrainedModel, config: QGemmConfig) -> bool:
