@@ -266,3 +266,17 @@ def test_large_values_of_float16_are_limited() -> None:
         assert (expected[0].abs() == diffusion.MAX_FLOAT16).any()
         fuse(model)
         assert all(torch.equal(*pair) for pair in zip(block(**given), expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux", "qwen"])
+def test_compiled(family: str, computed: list[str]) -> None:
+    model, inputs = FAMILIES[family](torch.bfloat16)
+    quantize_model(model, fuse=True)
+    expected = output(model, inputs)
+    computed.clear()
+    compiled = torch.compile(model, backend="aot_eager")
+    assert torch.equal(output(compiled, inputs), expected)
+    assert len(computed) == 2  # while it was traced
+    assert torch.equal(output(compiled, inputs), expected)
+    assert len(computed) == 2

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,15 @@ class JointAttention:
         return RotaryCall(qkv, cos, sin, weights[0], weights[1], kind, eps, self.heads, self.heads, interleaved=True)
 
 
+class Modulation(NamedTuple):
+    """What the time step decides for a branch, ``[B, K]`` each: ``1 + scale``, shift and gate; ``eps``: of its norm."""
+
+    weight: Tensor
+    shift: Tensor
+    gate: Tensor
+    eps: float
+
+
 @dataclass(frozen=True, eq=False)
 class Stream:
     """The layers for the tokens of a text, or of an image, or for both.
@@ -100,11 +109,13 @@ class Stream:
         """The weights of its products."""
         return (self.qkv, self.out, *self.mlp.products)
 
-    def vectors(self, time: Tensor) -> list[Tensor]:
-        """Shift, scale and gate ``[B, K]`` of each branch in turn."""
+    def modulations(self, time: Tensor) -> list[Modulation]:
+        """That of each branch in turn."""
         for module in self.modulation:
             time = module(time)
-        return list(time.chunk(3 * len(self.eps), dim=-1))
+        found = time.unflatten(-1, (3 * len(self.eps), -1)).transpose(0, 1).contiguous()
+        weights = 1 + found[1::3]
+        return [Modulation(*each) for each in zip(weights, found[::3], found[2::3], self.eps, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,20 +156,19 @@ class FusedJointBlock(FusedModule):
         tokens = [context[name] for name in self.names]
         own, before = (operands[:4], operands[4:]), tokens[0].shape[1]
         positions = self.find_positions(context, before)
-        vectors = [stream.vectors(context[TIME]) for stream in self.streams]
+        modulations = [stream.modulations(context[TIME]) for stream in self.streams]
         shape = len(tokens[0]), self.attention.heads, before + tokens[1].shape[1], self.attention.head_dim
         k, v = (tokens[0].new_empty(shape) for _ in range(2))
         queries, end = [], 0
         for i, x in enumerate(tokens):
-            shift, scale, *_ = vectors[i]
-            qkv = own[i][0].product(modulated(x, scale, shift, self.streams[i].eps[0], own[i]), x.dtype)
+            qkv = own[i][0].product(modulated(x, modulations[i][0], own[i]), x.dtype)
             end += x.shape[1]
             length = torch.full((1,), end, dtype=torch.int32, device=x.device)
             call = self.attention.call(qkv, self.streams[i].norms, positions[i])
             queries.append(torch.ops.qgemm.rotate_and_store(*call, k, v, None, None, length))
         attended = self.attention(torch.cat(queries, dim=1), k, v, self._mask(context, end - before))
         parts = attended[:, :before], attended[:, before:]
-        done = [_add_branches(x, parts[i], self.streams[i], own[i], vectors[i]) for i, x in enumerate(tokens)]
+        done = [_add_branches(x, parts[i], self.streams[i].mlp, own[i], modulations[i]) for i, x in enumerate(tokens)]
         outputs = dict(zip(self.names, done, strict=True))
         for name in self.limited:
             outputs[name] = limited(outputs[name])
@@ -173,13 +183,12 @@ class FusedJointBlock(FusedModule):
 
 
 def _add_branches(
-    x: Tensor, attended: Tensor, stream: Stream, operands: tuple[Operands, ...], vectors: list[Tensor]
+    x: Tensor, attended: Tensor, mlp: FusedMlp, operands: tuple[Operands, ...], modulations: list[Modulation]
 ) -> Tensor:
-    """``x`` with what both branches of ``stream`` add."""
-    _, _, gate, shift, scale, mlp_gate = vectors
-    out_of, of_mlp = operands[1], operands[2:]
-    x, into = gated_and_modulated(out_of.product(attended, x.dtype), x, gate, scale, shift, stream.eps[1], of_mlp)
-    return gated(stream.mlp(into, of_mlp, None, x.dtype, {}), x, mlp_gate)
+    """``x`` with what attention and the MLP add."""
+    out_of, of_mlp, (attention, after) = operands[1], operands[2:], modulations
+    x, into = gated_and_modulated(out_of.product(attended, x.dtype), x, attention.gate, after, of_mlp)
+    return gated(mlp(into, of_mlp, None, x.dtype, {}), x, after.gate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,8 +224,8 @@ class FusedSingleBlock(FusedModule):
         text = context[TEXT].shape[1]
         x = torch.cat([context[TEXT], context[IMAGE]], dim=1)
         positions, _ = self.find_positions(context, x.shape[1])
-        shift, scale, gate = self.stream.vectors(context[TIME])
-        into = modulated(x, scale, shift, self.stream.eps[0], (of_qkv,))
+        (modulation,) = self.stream.modulations(context[TIME])
+        into = modulated(x, modulation, (of_qkv,))
         qkv = of_qkv.product(into, x.dtype)
         q, k, v = torch.ops.qgemm.rotate(*self.attention.call(qkv, self.stream.norms, positions))
         del qkv
@@ -228,34 +237,28 @@ class FusedSingleBlock(FusedModule):
             both: Input = QuantizedRows(*activation_quantize(h, *how, attended))
         else:
             both = torch.cat([attended, self.stream.mlp.activation(h)], dim=2)
-        x = limited(gated(out_of.product(both, x.dtype), x, gate))
+        x = limited(gated(out_of.product(both, x.dtype), x, modulation.gate))
         return x[:, :text], x[:, text:]
 
 
-def modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float, operands: tuple[Operands, ...]) -> Input:
-    """``norm(x) * (1 + scale) + shift`` as input for ``operands``; ``scale``, ``shift``: ``[B, K]``."""
-    vectors, norm = (1 + scale, shift.contiguous()), Norm(MODULATED, eps)
+def modulated(x: Tensor, modulation: Modulation, operands: tuple[Operands, ...]) -> Input:
+    """``norm(x) * (1 + scale) + shift`` as input for ``operands``."""
+    vectors, norm = modulation[:2], Norm(MODULATED, modulation.eps)
     if not read_rows(operands):
         return add_norm(x, None, None, *vectors, norm)[1]
     return QuantizedRows(*norm_quantize(x, *vectors, norm, operands[0].input_scale, operands[0].dtype))
 
 
 def gated(branch: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """``x + gate * branch``; ``gate``: ``[B, K]``."""
-    return add_norm(branch, x, None, None, None, Norm(MODULATED), gate.contiguous())[0]
+    """``x + gate * branch``."""
+    return add_norm(branch, x, None, None, None, Norm(MODULATED), gate)[0]
 
 
 def gated_and_modulated(
-    branch: Tensor,
-    x: Tensor,
-    gate: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    eps: float,
-    operands: tuple[Operands, ...],
+    branch: Tensor, x: Tensor, gate: Tensor, modulation: Modulation, operands: tuple[Operands, ...]
 ) -> tuple[Tensor, Input]:
     """``total = x + gate * branch``, and ``modulated(total)``."""
-    vectors, norm, gate = (1 + scale, shift.contiguous()), Norm(MODULATED, eps), gate.contiguous()
+    vectors, norm = modulation[:2], Norm(MODULATED, modulation.eps)
     if not read_rows(operands):
         return add_norm(branch, x, None, *vectors, norm, gate)
     reads = operands[0].input_scale, operands[0].dtype
