@@ -26,6 +26,14 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces this call.
+
+    Where PyTorch 2.11 compiles, ``torch.compiler.is_exporting()`` is always True.
+    """
+    return torch.compiler.is_compiling() and torch.compiler._is_exporting_flag
+
+
 def seen_by_others(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a call of an operator on ``x`` and ``others`` needs more than its CPU or CUDA implementation.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.nn.blocks.binding import fused_of
+from qgemm.ops.direct import is_exporting
 
 FREQUENCIES, _SCALING = "inv_freq", "attention_scaling"
 
@@ -48,7 +49,7 @@ class FusedAngles:
             return None
         if not x.device == positions.device == frequencies.device:
             return None
-        if positions.is_floating_point() or (torch.compiler.is_compiling() and torch.compiler.is_exporting()):
+        if positions.is_floating_point() or is_exporting():
             return None
         cos, sin = torch.ops.qgemm.rotary_angles(positions, frequencies, scale, layout, x.dtype)
         return cos, sin

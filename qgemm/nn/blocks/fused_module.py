@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qgemm.nn.blocks.binding import has_own_forward
 from qgemm.nn.blocks.merged import MergedWeights
-from qgemm.ops.direct import in_forward_mode
+from qgemm.ops.direct import in_forward_mode, is_exporting
 
 Places = tuple[tuple[nn.Module, str, nn.Module], ...]
 """Modules, with the holder and name of each."""
@@ -64,7 +64,7 @@ class FusedModule:
                     for merged in self.products:
                         merged.let_go()
                 return False
-        if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+        if is_exporting():
             return False  # an exported program contains the model's own parameters, each once
         return all(holder._modules.get(name) is module for holder, name, module in self.called)
 

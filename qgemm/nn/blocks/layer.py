@@ -250,7 +250,7 @@ class FusedLayer(FusedModule):
 
 def _is_summed(operands: tuple[Operands, ...]) -> bool:
     """Whether a branch ends with a product that is summed over processes."""
-    return bool(operands) and isinstance(operands[-1], SummedOperands)
+    return len(operands) > 0 and isinstance(operands[-1], SummedOperands)
 
 
 def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

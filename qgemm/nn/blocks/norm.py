@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.steps import NormStep
-from qgemm.ops.direct import in_forward_mode
+from qgemm.ops.direct import in_forward_mode, is_exporting
 from qgemm.ops.norms import add_norm
 
 _PLAIN = {Tensor, nn.Parameter, type(None)}  # and not a part of a norm that is sharded among processes
@@ -40,7 +40,7 @@ class FusedNorm:
             return None
         if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, *vectors)):
             return None
-        if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+        if is_exporting():
             return None
         assert self.step.norm is not None
         return add_norm(x, None, None, *vectors, self.step.norm)[1]

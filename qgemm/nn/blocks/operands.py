@@ -139,7 +139,7 @@ Operands: TypeAlias = QuantizedOperands | FloatOperands | BlockScaledOperands | 
 
 def read_rows(operands: tuple[Operands, ...]) -> bool:
     """Whether a branch with these ``operands``, whose first come first, should get rows that are already quantized."""
-    return bool(operands) and operands[0].reads_rows
+    return len(operands) > 0 and operands[0].reads_rows
 
 
 def operands_of(layer: LinearLayer, tensors: Mapping[str, Tensor | None]) -> Operands:
