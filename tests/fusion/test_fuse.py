@@ -419,8 +419,15 @@ def test_a_compiled_model_is_one_graph() -> None:
     example = quantized("qwen3")
     expected = example.output()
     fuse(example.model)
-    compiled: Any = torch.compile(example.model, backend="eager", fullgraph=True)
+    called: list[str] = []
+
+    def see(graph: Any, inputs: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    compiled: Any = torch.compile(example.model, backend=see, fullgraph=True)
     assert torch.equal(Example(compiled, example.inputs).output(), expected)
+    assert any("qgemm.rotate" in name for name in called)  # which only fused attention calls
 
 
 def test_as_an_option_of_what_makes_quantized_models(tmp_path: Path) -> None:
