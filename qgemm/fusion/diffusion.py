@@ -32,8 +32,9 @@ from qgemm.nn.blocks.diffusion import (
     Positions,
     Stream,
 )
-from qgemm.nn.blocks.merged import why_apart
+from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.nn.blocks.mlp import FusedMlp
+from qgemm.nn.linear_layer import LinearLayer
 
 Block: TypeAlias = FusedJointBlock | FusedSingleBlock
 
@@ -87,6 +88,9 @@ def fuse_block(name: str, block: nn.Module) -> FusionRecord:
     try:
         fused = _FOUND_BY[kind](block)
     except NotFused as obstacle:
+        for layer in block.modules():
+            if isinstance(layer, LinearLayer) and isinstance(layer.merged, MergedWeights):
+                layer.merged.separate()  # it was merged before the obstacle was met
         return FusionRecord(name, kind, (), str(obstacle), None)
     with random_values(block):
         error, reason = _error_of(fused, block)
