@@ -27,8 +27,7 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows add sandwich longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("rms"), True))
     yield Case("rows add sandwich longest float32", lambda: add_norm(longest // 4, fp32, Norm("rms_plus_one")))
     yield Case("rows post longest bfloat16", lambda: post_norm_quantize(longest // 2, bf16, Norm("layer")))
-    yield Case("diffusion norm bfloat16", lambda: modulated(3072, bf16, gated=False))
-    yield Case("diffusion gate bfloat16", lambda: modulated(3072, bf16, gated=True))
+    yield Case("diffusion gate bfloat16", lambda: modulated(3072, bf16))
     yield Case("diffusion activation bfloat16", lambda: activation_behind(3072, 12_288, bf16))
     # Of one length, which the functions must add up in one order.
     for dtype, K in ((fp32, 4096), (bf16, 1026)):
@@ -51,12 +50,9 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows choose of many", lambda: choose(64, fp32, ends=False))
 
 
-def modulated(K: int, dtype: torch.dtype, gated: bool) -> None:
+def modulated(K: int, dtype: torch.dtype) -> None:
     x, vectors = torch.empty(2, 256, K, dtype=dtype, device=META), torch.empty(2, K, dtype=dtype, device=META)
-    if gated:
-        norms.add_norm_quantize(x, x, None, vectors, vectors, Norm(MODULATED), gate=vectors)
-    else:
-        norms.norm_quantize(x, vectors, vectors, Norm(MODULATED))
+    norms.add_norm_quantize(x, x, None, vectors, vectors, Norm(MODULATED), gate=vectors)
 
 
 def activation_behind(first: int, K: int, dtype: torch.dtype) -> None:
