@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.encoders import FLOAT, WAYS, eager_seconds
-from benchmarks.results import environment, write_json
+from benchmarks.results import environment, show
 from benchmarks.tables import Table, render
 from benchmarks.timing import median_seconds
 from qgemm_cli.timing import QUICK, Effort, Pass
@@ -109,11 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     with torch.inference_mode():
         for name in args.model or MODELS:
             results += measure(name, args.compile, QUICK if args.quick else Effort(), device)
-    about = environment(device, args.commit)
-    print(f"{about['device']}, torch {torch.__version__}, commit {about['commit']}")
-    print(render(table(results), markdown=False))
-    if args.json:
-        write_json(args.json, {"environment": about, "results": [asdict(result) for result in results]})
+    show(render(table(results), markdown=False), results, environment(device, args.commit), args.json)
     return results
 
 

@@ -13,7 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 import qgemm
 from benchmarks.models.shapes import MODELS, ModelShape
-from benchmarks.results import environment, write_json
+from benchmarks.results import environment, show
 from benchmarks.shapes import parse_pair
 from benchmarks.tables import Table, render
 from benchmarks.timing import median_seconds
@@ -80,11 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     with torch.inference_mode():
         for name in args.model or ENCODERS:
             results += measure(ENCODERS[name], args.size or SIZES, QUICK if args.quick else Effort(), device)
-    about = environment(device, args.commit)
-    print(f"{about['device']}, torch {torch.__version__}, commit {about['commit']}")
-    print(render(table(results), markdown=False))
-    if args.json:
-        write_json(args.json, {"environment": about, "results": [asdict(result) for result in results]})
+    show(render(table(results), markdown=False), results, environment(device, args.commit), args.json)
     return results
 
 

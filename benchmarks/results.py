@@ -140,6 +140,14 @@ def write_json(path: Path, values: object) -> None:
     write(path, json.dumps(values, indent=1))
 
 
+def show(text: str, results: Sequence[Any], about: dict[str, Any], path: Path | None) -> None:
+    """Prints ``text``, a table of ``results``, and what measured them; writes a JSON file if one is named."""
+    print(f"{about['device']}, torch {torch.__version__}, commit {about['commit']}")
+    print(text)
+    if path:
+        write_json(path, {"environment": about, "results": [asdict(result) for result in results]})
+
+
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     """The device, the versions, the commit and the time. ``commit``: of a copy of the tree that git doesn't know."""
     versions = {}
