@@ -1,4 +1,4 @@
-"""The kernels' functions on the CPU: the numbers of ``reference.py``, at the speed of oneDNN.
+"""The kernels' functions on the CPU: the numbers of ``reference.py``, at the speed of oneDNN. Here are the products.
 
 Integer products go through ``torch._int_mm``, which uses a CPU's int8 dot product instructions. On processors without
 them it saturates at 16 bits, or is a plain loop that takes 25 to 40 times as long as a float32 product. One product,
@@ -9,297 +9,40 @@ exact, and a layer takes about as long as a float32 one. fp8 operands are multip
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from qgemm.device import one_thread
-from qgemm.kernels.activations import ACTIVATIONS, activated
-from qgemm.kernels.norms import Norm, of_samples
+from qgemm.kernels.activations import ACTIVATIONS
+from qgemm.kernels.cpu_rows import (  # noqa: F401
+    VALUES_AT_A_TIME,
+    activate,
+    activation_quantize,
+    add_norm,
+    add_norm_quantize,
+    as_rows,
+    blocks_of,
+    norm_quantize,
+    of_all_threads,
+    post_norm,
+    post_norm_quantize,
+    quantize_block,
+    quantize_groups,
+    quantize_rows,
+    without_grad,
+)
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.blocks import BLOCK
-from qgemm.numerics.formats import FP8, INT8, MIN_SCALE, OPERANDS
-from qgemm.numerics.groups import grouped, spread
+from qgemm.numerics.formats import INT8
+from qgemm.numerics.groups import spread
 from qgemm.numerics.integers import cdiv
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.
 _EXACT_K = 1024
-# Blocks of rows: a block's temporaries stay in cache and take little memory. Yet there are few blocks, since a call of
-# an operator costs as much as some thousand values.
-_VALUES_AT_A_TIME = 2**19
 _SUMS_AT_A_TIME = 2**20
 _ROWS_OF_A_PRODUCT = 128  # the minimum: oneDNN rearranges the weight for each product
-_FEW = 2**16
-
-# glibc returns free memory at the end of its heap to the system beyond twice the size of the largest block that was
-# freed so far, and each page that is allocated again costs 1 us. After a block of 31 MB, of which no page is touched,
-# it keeps 62 MB.
-torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
-
-
-def without_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """``torch.no_grad()``, but only where gradients are on: it takes longer than an operator."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        with torch.no_grad():
-            return function(*args, **kwargs)
-
-    return run
-
-
-def by_sample(place: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """For functions of ``x``, maybe a residual, and a norm: argument ``place`` is its weight, and its bias follows.
-
-    If these have a row for each sample, samples are computed one after another.
-    """
-
-    def of(function: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            weight: Any = args[place]
-            if weight is None or weight.ndim == 1 or not weight.numel():
-                return function(*args, **kwargs)
-            made: Any = [
-                function(*(_of_sample(arg, b, at in (place, place + 1)) for at, arg in enumerate(args)))  # type: ignore[call-arg, arg-type]
-                for b in range(weight.shape[0])
-            ]
-            is_one = isinstance(made[0], Tensor)
-            return torch.cat(made) if is_one else tuple(map(torch.cat, zip(*made, strict=True)))  # type: ignore[return-value]
-
-        return run
-
-    return of
-
-
-def _of_sample(argument: Any, sample: int, is_vector: bool) -> Any:
-    if not isinstance(argument, Tensor) or argument.ndim < 2:
-        return argument
-    return argument[sample] if is_vector else argument[sample : sample + 1]
-
-
-@without_grad
-def quantize_rows(
-    x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
-) -> tuple[Tensor, Tensor]:
-    """``dispatch.quantize_rows`` on the CPU, a few rows at a time: temporaries stay in cache and take little memory."""
-    return _quantize(lambda x: x, (x,), x.shape[-1], scale, zero_point, dtype)
-
-
-@without_grad
-def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``dispatch.quantize_groups`` on the CPU."""
-    q, scale = quantize_rows(grouped(_rows(x), BLOCK), dtype=FP8.storage)
-    return q.flatten(1)[:, : x.shape[-1]].reshape(x.shape).contiguous(), scale.view(*x.shape[:-1], scale.shape[1])
-
-
-@without_grad
-@by_sample(1)
-def norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-) -> tuple[Tensor, Tensor]:
-    """``dispatch.norm_quantize`` on the CPU."""
-    return _quantize(lambda x: norm(x, weight, bias), (x,), x.shape[-1], input_scale, dtype=dtype)
-
-
-@without_grad
-def activation_quantize(
-    x: Tensor,
-    activation: str,
-    gated: bool,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-    prefix: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``dispatch.activation_quantize`` on the CPU."""
-    K = x.shape[-1] // 2 if gated else x.shape[-1]
-    if prefix is None:
-        return _quantize(lambda x: activated(x, activation, gated), (x,), K, input_scale, dtype=dtype)
-    both = lambda x, prefix: torch.cat([prefix, activated(x, activation, gated)], dim=-1)  # noqa: E731
-    return _quantize(both, (x, prefix), prefix.shape[-1] + K, input_scale, dtype=dtype)
-
-
-@without_grad
-def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
-    """``dispatch.activate`` on the CPU."""
-    return activated(x, activation, gated)
-
-
-@without_grad
-@by_sample(3)
-def add_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``dispatch.add_norm_quantize`` on the CPU."""
-    x = x if gate is None else x * of_samples(gate, x)
-    total = x.new_empty(x.shape)
-
-    def values(x: Tensor, residual: Tensor, total: Tensor) -> Tensor:
-        branch = x if branch_weight is None else norm(x, branch_weight)
-        torch.add(residual, branch, out=total)
-        return total if weight is None else norm(total, weight, bias)
-
-    q, row_scale = _quantize(values, (x, residual, total), x.shape[-1], input_scale, dtype=dtype)
-    return total, q, row_scale
-
-
-@without_grad
-@by_sample(3)
-def add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: Norm,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``dispatch.add_norm`` on the CPU, a few rows at a time."""
-    x, adds = x if gate is None else x * of_samples(gate, x), residual is not None or branch_weight is not None
-    total = x.new_empty(x.shape) if adds else x
-    normed = total if weight is None else x.new_empty(x.shape)
-    rows, totals, out = _rows(x), _rows(total), _rows(normed)
-    residuals = None if residual is None else _rows(residual)
-    for block in _blocks(rows.shape[0], x.shape[-1], _of_all_threads(_VALUES_AT_A_TIME)):
-        added = rows[block]
-        if branch_weight is not None:
-            added = norm(added, branch_weight)
-        if residuals is not None:
-            added = residuals[block] + added
-        if adds:
-            totals[block] = added
-        if weight is not None:
-            out[block] = norm(added, weight, bias)
-    return total, normed
-
-
-@without_grad
-@by_sample(2)
-def post_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-) -> Tensor:
-    """``dispatch.post_norm`` on the CPU, a few rows at a time."""
-    normed = x.new_empty(x.shape)
-    rows, residuals, out = _rows(x), _rows(residual), _rows(normed)
-    for block in _blocks(rows.shape[0], x.shape[-1], _of_all_threads(_VALUES_AT_A_TIME)):
-        out[block] = norm(residuals[block] + rows[block], weight, bias)
-    return normed
-
-
-@without_grad
-@by_sample(2)
-def post_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``dispatch.post_norm_quantize`` on the CPU."""
-    normed = x.new_empty(x.shape)
-
-    def values(x: Tensor, residual: Tensor, normed: Tensor) -> Tensor:
-        return normed.copy_(norm(residual + x, weight, bias))
-
-    return normed, *_quantize(values, (x, residual, normed), x.shape[-1], input_scale, dtype=dtype)
-
-
-def _quantize(
-    values: Callable[..., Tensor],
-    tensors: Sequence[Tensor],
-    K: int,
-    scale: Tensor | None,
-    zero_point: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-) -> tuple[Tensor, Tensor]:
-    """``(q [..., K], row_scale [...])`` of ``values(*tensors)``, computed for a few rows of ``tensors`` at a time."""
-    x = tensors[0]
-    if 0 < x.numel() <= _of_all_threads(_VALUES_AT_A_TIME):
-        q, row_scale = _quantize_block(values(*tensors), scale, zero_point, dtype)
-        return q, row_scale.squeeze(-1)
-    q = x.new_empty((*x.shape[:-1], K), dtype=dtype)
-    row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    if q.numel() == 0:
-        return q, row_scale.copy_(x.new_ones((), dtype=torch.float32) if scale is None else scale.reshape(()))
-    rows, q_rows, row_scales = [_rows(each) for each in tensors], q.view(-1, K), row_scale.view(-1, 1)
-    for block in _blocks(q_rows.shape[0], x.shape[-1], _of_all_threads(_VALUES_AT_A_TIME)):
-        made = values(*(each[block] for each in rows))
-        _, row_scales[block] = _quantize_block(made, scale, zero_point, dtype, q_rows[block])
-    return q, row_scale
-
-
-def _rows(x: Tensor) -> Tensor:
-    """``x [..., K]`` as ``[M, K]``."""
-    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def _of_all_threads(values: int) -> int:
-    """``values`` times the number of threads, at most 4: starting an operator costs as much as some thousand values."""
-    return values * min(torch.get_num_threads(), 4)
-
-
-def _blocks(rows: int, columns: int, limit: int, least: int = 1) -> Iterator[slice]:
-    """Slices of ``rows`` of similar length: at most ``limit`` values, but at least ``least`` rows."""
-    count = max(1, min(cdiv(rows, max(1, limit // max(1, columns))), rows // least))
-    step = cdiv(rows, count)
-    for start in range(0, rows, max(1, step)):
-        yield slice(start, start + step)
-
-
-def _quantize_block(
-    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """``x [..., K]`` quantized to ``dtype``, in ``out`` if given, and the scales ``[..., 1]``."""
-    form = OPERANDS[dtype]
-    values = x.float()
-    # Instead of aminmax or a vector norm, which take ten times as long.
-    if values.numel() <= _FEW:
-        amax = values.abs().amax(-1, True)
-    else:
-        amax = torch.maximum(values.amax(-1, True), values.amin(-1, True).neg_())
-    lowest, highest = amax.aminmax()
-    is_finite = highest.item() < torch.inf
-    row_scale = amax / form.steps if scale is None else scale.reshape(()).expand(amax.shape).clone()
-    if scale is None and not lowest.item() >= form.steps * MIN_SCALE:
-        row_scale.clamp_(min=MIN_SCALE).masked_fill_(amax == 0, 1.0)
-    if not is_finite:
-        row_scale.masked_fill_(~amax.isfinite(), torch.nan)
-    quotient = torch.div(values, row_scale, out=None if values is x else values)
-    if form is INT8:
-        quotient.round_()
-    if zero_point is not None:
-        quotient.add_(zero_point).clamp_(INT8.asymmetric.low, INT8.asymmetric.high)
-    elif scale is not None:
-        quotient.clamp_(form.low, form.high)
-    if scale is not None or not is_finite:
-        quotient.nan_to_num_(0.0)
-    return quotient.to(dtype).contiguous() if out is None else out.copy_(quotient), row_scale
 
 
 def int_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -353,8 +96,8 @@ def quant_linear(
 
     Whatever few rows don't need is left out: a call of an operator takes as long as those rows.
     """
-    if 0 < x.numel() <= _of_all_threads(_VALUES_AT_A_TIME):
-        q, row_scale = _quantize_block(x, input_scale, None, weight.dtype)
+    if 0 < x.numel() <= of_all_threads(VALUES_AT_A_TIME):
+        q, row_scale = quantize_block(x, input_scale, None, weight.dtype)
         return _multiply(q, weight.t(), row_scale, weight_scale, bias, x.dtype, residual)
     q, row_scale = quantize_rows(x, input_scale, dtype=weight.dtype)
     return multiply(q, row_scale, weight, weight_scale, bias, x.dtype, residual)
@@ -374,14 +117,14 @@ def _multiply(
     M, N = math.prod(leading), b.shape[1]
     rows = a if a.ndim == 2 else a.view(M, K)
     # No output is a view: autograd would forbid changing it in place.
-    at_a_time = _of_all_threads(_SUMS_AT_A_TIME)
+    at_a_time = of_all_threads(_SUMS_AT_A_TIME)
     if at_a_time >= M * N or M <= _ROWS_OF_A_PRODUCT:
         sums = _sums(rows, b)
         return _scaled(sums if a.ndim == 2 else sums.view(*leading, N), a_scale, b_scale, bias, out_dtype, residual)
     out = a.new_empty((*leading, N), dtype=out_dtype)
     out_rows, scales = out.view(M, N), a_scale.reshape(-1, 1)
-    residual = None if residual is None else _rows(residual)
-    for block in _blocks(M, N, at_a_time, _ROWS_OF_A_PRODUCT):
+    residual = None if residual is None else as_rows(residual)
+    for block in blocks_of(M, N, at_a_time, _ROWS_OF_A_PRODUCT):
         scale = scales if scales.shape[0] == 1 else scales[block]
         added = None if residual is None else residual[block]
         out_rows[block] = _scaled(_sums(rows[block], b), scale, b_scale, bias, out_dtype, added)
@@ -421,11 +164,11 @@ def _float_sums(a: Tensor, b: Tensor) -> Tensor:
     rows = a.float()
     if a.dtype != INT8.storage or K <= _EXACT_K:
         out = a.new_empty((M, N), dtype=torch.float32)
-        for part in _blocks(N, K, _VALUES_AT_A_TIME):
+        for part in blocks_of(N, K, VALUES_AT_A_TIME):
             out[:, part] = _mm(rows, b[:, part].float())
         return out
     out = a.new_zeros((M, N), dtype=torch.int32)
-    for part in _blocks(N, _EXACT_K, _VALUES_AT_A_TIME):
+    for part in blocks_of(N, _EXACT_K, VALUES_AT_A_TIME):
         for start in range(0, K, _EXACT_K):
             piece = slice(start, start + _EXACT_K)
             out[:, part] += _mm(rows[:, piece], b[piece, part].float()).to(torch.int32)

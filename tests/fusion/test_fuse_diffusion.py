@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
 from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized, unfuse
@@ -149,7 +150,7 @@ def test_what_needs_the_class_goes_to_it(computed: list[str]) -> None:
     model.train()
     output(model, inputs)
     model.eval()
-    output(model, {**inputs, "joint_attention_kwargs": {"unknown": 1}})
+    output(model, {**inputs, "joint_attention_kwargs": {"unknown": torch.ones(2)}})
     first = model.transformer_blocks[0]
     processor, first.attn.processor = first.attn.processor, type("Other", (type(first.attn.processor),), {})()
     with torch.autocast("cpu", torch.bfloat16):
@@ -169,11 +170,10 @@ def test_what_needs_the_class_goes_to_it(computed: list[str]) -> None:
 
 
 def test_an_adapter_counts() -> None:
-    peft = pytest.importorskip("peft")
     model, inputs = flux()
     quantize_model(model, fuse=True)
     without = output(model, inputs)
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "proj_mlp"], init_lora_weights=False))
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_mlp"], init_lora_weights=False))
     with_it = output(model, inputs)
     assert (with_it - without).norm() > 0.01 * without.norm()
     assert torch.allclose(with_it, output(unfuse(model), inputs))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qgemm.kernels import cpu, dispatch, reference
+from qgemm.kernels import cpu, cpu_rows, dispatch, reference
 from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
@@ -164,15 +164,21 @@ def test_default_device_does_not_matter() -> None:
 # Linear layers, in blocks of rows
 
 
-LIMITS = ("_VALUES_AT_A_TIME", "_SUMS_AT_A_TIME", "_ROWS_OF_A_PRODUCT", "_FEW")
+LIMITS = (
+    (cpu, "VALUES_AT_A_TIME"),
+    (cpu, "_SUMS_AT_A_TIME"),
+    (cpu, "_ROWS_OF_A_PRODUCT"),
+    (cpu_rows, "VALUES_AT_A_TIME"),
+    (cpu_rows, "_FEW"),
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("limit", [1, 100, 10_000])  # a row; some, not all blocks of one size; all in one block
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_quant_linear(static: bool, limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LIMITS:
-        monkeypatch.setattr(cpu, name, limit)
+    for module, name in LIMITS:
+        monkeypatch.setattr(module, name, limit)
     weight, weight_scale = cpu.quantize_rows(torch.randn(24, 40))
     bias = torch.randn(24).to(dtype)
     input_scale = torch.tensor(0.02) if static else None
@@ -192,17 +198,17 @@ def test_quant_linear(static: bool, limit: int, dtype: torch.dtype, monkeypatch:
 
 @pytest.mark.parametrize("scale", [torch.rand(()), torch.rand(1), torch.rand(18)])
 def test_scaled_mm_in_blocks(scale: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LIMITS:
-        monkeypatch.setattr(cpu, name, 1)
+    for module, name in LIMITS:
+        monkeypatch.setattr(module, name, 1)
     a, b, b_scale = int8(18, 70), int8(70, 40), torch.rand(40)
     assert torch.equal(cpu.scaled_mm(a, b, scale, b_scale), scaled_mm_reference(a, b, scale, b_scale))
 
 
 def test_blocks_are_of_about_one_size() -> None:
-    assert list(cpu._blocks(768, 384, 2**18)) == [slice(0, 384), slice(384, 768)]
-    assert list(cpu._blocks(300, 2**20, 2**20, least=128)) == [slice(0, 150), slice(150, 300)]
-    assert list(cpu._blocks(200, 2**20, 2**20, least=128)) == [slice(0, 200)]
-    assert list(cpu._blocks(0, 384, 2**18)) == []
+    assert list(cpu_rows.blocks_of(768, 384, 2**18)) == [slice(0, 384), slice(384, 768)]
+    assert list(cpu_rows.blocks_of(300, 2**20, 2**20, least=128)) == [slice(0, 150), slice(150, 300)]
+    assert list(cpu_rows.blocks_of(200, 2**20, 2**20, least=128)) == [slice(0, 200)]
+    assert list(cpu_rows.blocks_of(0, 384, 2**18)) == []
 
 
 class Largest(TorchDispatchMode):
@@ -221,7 +227,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(("threads", "as_many"), [(1, 1), (2, 2), (64, 4)])
 def test_no_activation_becomes_float32_as_a_whole(threads: int, as_many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(cpu, "_VALUES_AT_A_TIME", 2**12)
+    for module in (cpu, cpu_rows):
+        monkeypatch.setattr(module, "VALUES_AT_A_TIME", 2**12)
     monkeypatch.setattr(cpu, "_SUMS_AT_A_TIME", 2**13)
     x, weight = torch.randn(1024, 128).bfloat16(), torch.randn(128).bfloat16()
     w, w_scale = cpu.quantize_rows(torch.randn(128, 128))
@@ -278,7 +285,7 @@ def assert_made_rows_equal_the_reference(x: Tensor, residual: Tensor, weight: Te
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("values", [1, 30, 35, 1000])  # less than a row; three rows; not whole rows; all
 def test_made_rows(values: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_VALUES_AT_A_TIME", values)
+    monkeypatch.setattr(cpu_rows, "VALUES_AT_A_TIME", values)
     x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((7, 2, 10), (7, 2, 10), (10,)))
     x[3, 1, 4], x[5, 0] = torch.inf, 0
     assert_made_rows_equal_the_reference(x, residual, weight)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import cpu, dispatch
+from qgemm.kernels import cpu, cpu_rows, dispatch
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.quantize import launcher as quantize
@@ -152,7 +152,7 @@ def test_cpu_rows_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     x = torch.randn(7, 2, 10)
     x[3, 1, 4] = torch.nan
     for values in (1, 30, 35, 140, 1000):  # less than a row; three rows; not whole rows; all but none left; all
-        monkeypatch.setattr(cpu, "_VALUES_AT_A_TIME", values)
+        monkeypatch.setattr(cpu_rows, "VALUES_AT_A_TIME", values)
         assert_equals_reference(cpu.quantize_rows, x)
         assert_equals_reference(cpu.quantize_rows, x, torch.tensor(0.01))
 

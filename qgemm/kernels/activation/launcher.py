@@ -91,9 +91,8 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 def find_plain_launch(x: Tensor, activation: str, gated: bool, out: Tensor) -> tuple[Launch, tuple[Tensor, Tensor]]:
     """The launch for such a call of ``activate``, and the tensors to call it with."""
-    rows, K = x.reshape(-1, x.shape[-1]), out.shape[-1]
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    K = out.shape[-1]
+    rows = _as_rows(x, out.shape[:-1].numel())
     kind = (activate, rows.shape, rows.stride(), rows.dtype, rows.device, activation, gated)
     launch: Launch | None = plans.get(kind)
     if launch is None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
-from qgemm.kernels.cpu import quantize_rows
+from qgemm.kernels.cpu_rows import quantize_rows
 
 
 @torch.no_grad()

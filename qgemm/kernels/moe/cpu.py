@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.kernels.cpu import block_scaled_linear, quantize_rows, scaled_mm, without_grad
+from qgemm.kernels.cpu import block_scaled_linear, scaled_mm
+from qgemm.kernels.cpu_rows import quantize_rows, without_grad
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qgemm.kernels import cpu
+from qgemm.kernels import cpu, cpu_rows
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.numerics.groups import spread
 from qgemm.numerics.integers import cdiv
@@ -22,7 +22,7 @@ _PIECE = 1 << 20
 def weight_only_linear(x: Tensor, weight: ScaledWeight) -> Tensor:
     """``dispatch.weight_only_linear`` with int8 activations. The columns of ``x`` are in the weight's order."""
     stored, scale, zero_point, _, _, bias, K, _, group_size, _, _ = weight
-    q, row_scale = cpu.quantize_rows(x)
+    q, row_scale = cpu_rows.quantize_rows(x)
     M, N = row_scale.numel(), stored.shape[0]
     q, row_scale = q.reshape(M, K), row_scale.reshape(M, 1)
     out = x.new_empty((*x.shape[:-1], N))

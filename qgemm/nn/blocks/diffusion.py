@@ -290,7 +290,8 @@ def _operands(
     if context.keys() != fused.defaults.keys() or not all(type(context[name]) is Tensor for name in given):
         return None
     known = given | {"image_rotary_emb", f"{TEXT}_mask"}
-    if any(value for name, value in context.items() if name not in known):  # what adapters of images and others pass
+    # What adapters of images and others pass.
+    if any(value is not None and not _is_empty(value) for name, value in context.items() if name not in known):
         return None
     image, text, time = (context[name] for name in (IMAGE, TEXT, TIME))
     if not (image.dtype == text.dtype == time.dtype) or len(image) != len(text) or len(image) != len(time):
@@ -303,3 +304,7 @@ def _operands(
         return None
     operands = tuple([product.operands() for product in fused.products])
     return None if None in operands else operands  # type: ignore[return-value]
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict) and not value

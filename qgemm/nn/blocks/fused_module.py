@@ -7,6 +7,7 @@ modules that aren't called, and still the modules that they were fused with.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ Places = tuple[tuple[nn.Module, str, nn.Module], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class FusedModule:
+class FusedModule(ABC):
     """How a module with layers inside computes.
 
     ``passed_over``: modules that are not called, with the holder and name of each, so that a replacement is noticed;
@@ -35,9 +36,9 @@ class FusedModule:
     called: Places = field(default=(), kw_only=True)
 
     @property
+    @abstractmethod
     def products(self) -> tuple[MergedWeights, ...]:
         """The weights of all products."""
-        raise NotImplementedError
 
     def separate(self) -> None:
         """Gives all layers memory of their own again."""

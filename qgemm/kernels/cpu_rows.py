@@ -1,0 +1,291 @@
+"""Rows on the CPU, a few at a time: their quantization, and norms and activations ahead of it.
+
+The numbers are those of ``reference.py``. Temporaries of a few rows stay in cache and take little memory.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.activations import activated
+from qgemm.kernels.norms import Norm, of_samples
+from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.formats import FP8, INT8, MIN_SCALE, OPERANDS
+from qgemm.numerics.groups import grouped
+from qgemm.numerics.integers import cdiv
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Blocks of rows: a block's temporaries stay in cache and take little memory. Yet there are few blocks, since a call of
+# an operator costs as much as some thousand values.
+VALUES_AT_A_TIME = 2**19
+_FEW = 2**16
+
+# glibc returns free memory at the end of its heap to the system beyond twice the size of the largest block that was
+# freed so far, and each page that is allocated again costs 1 us. After a block of 31 MB, of which no page is touched,
+# it keeps 62 MB.
+torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+
+
+def without_grad(function: Callable[P, T]) -> Callable[P, T]:
+    """``torch.no_grad()``, but only where gradients are on: it takes longer than an operator."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def by_sample(place: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """For functions of ``x``, maybe a residual, and a norm: argument ``place`` is its weight, and its bias follows.
+
+    If these have a row for each sample, samples are computed one after another.
+    """
+
+    def of(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            weight: Any = args[place]
+            if weight is None or weight.ndim == 1 or not weight.numel():
+                return function(*args, **kwargs)
+            made: Any = [
+                function(*(_of_sample(arg, b, at in (place, place + 1)) for at, arg in enumerate(args)))  # type: ignore[call-arg, arg-type]
+                for b in range(weight.shape[0])
+            ]
+            is_one = isinstance(made[0], Tensor)
+            return torch.cat(made) if is_one else tuple(map(torch.cat, zip(*made, strict=True)))  # type: ignore[return-value]
+
+        return run
+
+    return of
+
+
+def _of_sample(argument: Any, sample: int, is_vector: bool) -> Any:
+    if not isinstance(argument, Tensor) or argument.ndim < 2:
+        return argument
+    return argument[sample] if is_vector else argument[sample : sample + 1]
+
+
+@without_grad
+def quantize_rows(
+    x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.quantize_rows`` on the CPU, a few rows at a time: temporaries stay in cache and take little memory."""
+    return _quantize(lambda x: x, (x,), x.shape[-1], scale, zero_point, dtype)
+
+
+@without_grad
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``dispatch.quantize_groups`` on the CPU."""
+    q, scale = quantize_rows(grouped(as_rows(x), BLOCK), dtype=FP8.storage)
+    return q.flatten(1)[:, : x.shape[-1]].reshape(x.shape).contiguous(), scale.view(*x.shape[:-1], scale.shape[1])
+
+
+@without_grad
+@by_sample(1)
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.norm_quantize`` on the CPU."""
+    return _quantize(lambda x: norm(x, weight, bias), (x,), x.shape[-1], input_scale, dtype=dtype)
+
+
+@without_grad
+def activation_quantize(
+    x: Tensor,
+    activation: str,
+    gated: bool,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+    prefix: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.activation_quantize`` on the CPU."""
+    K = x.shape[-1] // 2 if gated else x.shape[-1]
+    if prefix is None:
+        return _quantize(lambda x: activated(x, activation, gated), (x,), K, input_scale, dtype=dtype)
+    both = lambda x, prefix: torch.cat([prefix, activated(x, activation, gated)], dim=-1)  # noqa: E731
+    return _quantize(both, (x, prefix), prefix.shape[-1] + K, input_scale, dtype=dtype)
+
+
+@without_grad
+def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """``dispatch.activate`` on the CPU."""
+    return activated(x, activation, gated)
+
+
+@without_grad
+@by_sample(3)
+def add_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch.add_norm_quantize`` on the CPU."""
+    x = x if gate is None else x * of_samples(gate, x)
+    total = x.new_empty(x.shape)
+
+    def values(x: Tensor, residual: Tensor, total: Tensor) -> Tensor:
+        branch = x if branch_weight is None else norm(x, branch_weight)
+        torch.add(residual, branch, out=total)
+        return total if weight is None else norm(total, weight, bias)
+
+    q, row_scale = _quantize(values, (x, residual, total), x.shape[-1], input_scale, dtype=dtype)
+    return total, q, row_scale
+
+
+@without_grad
+@by_sample(3)
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.add_norm`` on the CPU, a few rows at a time."""
+    x, adds = x if gate is None else x * of_samples(gate, x), residual is not None or branch_weight is not None
+    total = x.new_empty(x.shape) if adds else x
+    normed = total if weight is None else x.new_empty(x.shape)
+    rows, totals, out = as_rows(x), as_rows(total), as_rows(normed)
+    residuals = None if residual is None else as_rows(residual)
+    for block in blocks_of(rows.shape[0], x.shape[-1], of_all_threads(VALUES_AT_A_TIME)):
+        added = rows[block]
+        if branch_weight is not None:
+            added = norm(added, branch_weight)
+        if residuals is not None:
+            added = residuals[block] + added
+        if adds:
+            totals[block] = added
+        if weight is not None:
+            out[block] = norm(added, weight, bias)
+    return total, normed
+
+
+@without_grad
+@by_sample(2)
+def post_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+) -> Tensor:
+    """``dispatch.post_norm`` on the CPU, a few rows at a time."""
+    normed = x.new_empty(x.shape)
+    rows, residuals, out = as_rows(x), as_rows(residual), as_rows(normed)
+    for block in blocks_of(rows.shape[0], x.shape[-1], of_all_threads(VALUES_AT_A_TIME)):
+        out[block] = norm(residuals[block] + rows[block], weight, bias)
+    return normed
+
+
+@without_grad
+@by_sample(2)
+def post_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch.post_norm_quantize`` on the CPU."""
+    normed = x.new_empty(x.shape)
+
+    def values(x: Tensor, residual: Tensor, normed: Tensor) -> Tensor:
+        return normed.copy_(norm(residual + x, weight, bias))
+
+    return normed, *_quantize(values, (x, residual, normed), x.shape[-1], input_scale, dtype=dtype)
+
+
+def _quantize(
+    values: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    K: int,
+    scale: Tensor | None,
+    zero_point: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
+) -> tuple[Tensor, Tensor]:
+    """``(q [..., K], row_scale [...])`` of ``values(*tensors)``, computed for a few rows of ``tensors`` at a time."""
+    x = tensors[0]
+    if 0 < x.numel() <= of_all_threads(VALUES_AT_A_TIME):
+        q, row_scale = quantize_block(values(*tensors), scale, zero_point, dtype)
+        return q, row_scale.squeeze(-1)
+    q = x.new_empty((*x.shape[:-1], K), dtype=dtype)
+    row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    if q.numel() == 0:
+        return q, row_scale.copy_(x.new_ones((), dtype=torch.float32) if scale is None else scale.reshape(()))
+    rows, q_rows, row_scales = [as_rows(each) for each in tensors], q.view(-1, K), row_scale.view(-1, 1)
+    for block in blocks_of(q_rows.shape[0], x.shape[-1], of_all_threads(VALUES_AT_A_TIME)):
+        made = values(*(each[block] for each in rows))
+        _, row_scales[block] = quantize_block(made, scale, zero_point, dtype, q_rows[block])
+    return q, row_scale
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x [..., K]`` as ``[M, K]``."""
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def of_all_threads(values: int) -> int:
+    """``values`` times the number of threads, at most 4: starting an operator costs as much as some thousand values."""
+    return values * min(torch.get_num_threads(), 4)
+
+
+def blocks_of(rows: int, columns: int, limit: int, least: int = 1) -> Iterator[slice]:
+    """Slices of ``rows`` of similar length: at most ``limit`` values, but at least ``least`` rows."""
+    count = max(1, min(cdiv(rows, max(1, limit // max(1, columns))), rows // least))
+    step = cdiv(rows, count)
+    for start in range(0, rows, max(1, step)):
+        yield slice(start, start + step)
+
+
+def quantize_block(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``x [..., K]`` quantized to ``dtype``, in ``out`` if given, and the scales ``[..., 1]``."""
+    form = OPERANDS[dtype]
+    values = x.float()
+    # Instead of aminmax or a vector norm, which take ten times as long.
+    if values.numel() <= _FEW:
+        amax = values.abs().amax(-1, True)
+    else:
+        amax = torch.maximum(values.amax(-1, True), values.amin(-1, True).neg_())
+    lowest, highest = amax.aminmax()
+    is_finite = highest.item() < torch.inf
+    row_scale = amax / form.steps if scale is None else scale.reshape(()).expand(amax.shape).clone()
+    if scale is None and not lowest.item() >= form.steps * MIN_SCALE:
+        row_scale.clamp_(min=MIN_SCALE).masked_fill_(amax == 0, 1.0)
+    if not is_finite:
+        row_scale.masked_fill_(~amax.isfinite(), torch.nan)
+    quotient = torch.div(values, row_scale, out=None if values is x else values)
+    if form is INT8:
+        quotient.round_()
+    if zero_point is not None:
+        quotient.add_(zero_point).clamp_(INT8.asymmetric.low, INT8.asymmetric.high)
+    elif scale is not None:
+        quotient.clamp_(form.low, form.high)
+    if scale is not None or not is_finite:
+        quotient.nan_to_num_(0.0)
+    return quotient.to(dtype).contiguous() if out is None else out.copy_(quotient), row_scale
