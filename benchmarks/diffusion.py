@@ -1,9 +1,9 @@
 """Times diffusion transformers on a GPU: ``python -m benchmarks.diffusion --help``.
 
 Models are diffusers' in bfloat16, with random weights, a few blocks of full width, and the tokens of an image of 1024 x
-1024 pixels. Ways to run each take turns: as it is, quantized to int8, fused as well, and, with ``--compile``, compiled
-by PyTorch. Of a call are measured what it takes in eager mode, with the host's time, and what its kernels take, in a
-CUDA graph.
+1024 pixels. Ways to run each take turns: as it is, quantized to int8, fused as well, some with ``fast_forward``, and,
+with ``--compile``, compiled by PyTorch. Of a call are measured what it takes from an idle GPU to an idle GPU, with the
+host's time, and what its kernels take, in a CUDA graph.
 
 Before they are timed, outputs are compared with those of the float model in eager mode.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.encoders import FLOAT, WAYS, eager_seconds
+from benchmarks.encoders import FLOAT, WAYS, call_seconds
 from benchmarks.results import environment, show
 from benchmarks.tables import Table, render
 from benchmarks.timing import median_seconds
@@ -36,11 +36,11 @@ COMPILED_ERROR = 0.5
 
 @dataclass(frozen=True)
 class Result:
-    """One way to compute a model: milliseconds of a call in eager mode, and of its kernels."""
+    """One way to compute a model: milliseconds of a call, and of its kernels."""
 
     model: str
     way: str
-    eager_ms: float
+    call_ms: float
     kernels_ms: float
     error: float
 
@@ -129,9 +129,9 @@ def measure(name: str, compiles: bool, effort: Effort, device: torch.device) -> 
         most = COMPILED_ERROR if way in COMPILED else MAX_ERROR
         if not error <= most:
             raise ValueError(f"wrong output of {way}: relative error {error:.3g}, at most {most}")
-    eager = eager_seconds(runs, [given], effort)
+    calls = call_seconds(runs, [given], effort)
     kernels = median_seconds({way: Pass(run, [given], device) for way, run in runs.items()}, effort, device)
-    return [Result(name, way, eager[way] * 1e3, kernels[way] * 1e3, errors[way]) for way in runs]
+    return [Result(name, way, calls[way] * 1e3, kernels[way] * 1e3, errors[way]) for way in runs]
 
 
 def build(name: str, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
@@ -164,10 +164,10 @@ def table(results: Sequence[Result]) -> Table:
     rows = []
     for one in results:
         base = floats[one.model]
-        eager = [f"{one.eager_ms:.2f}", f"{base.eager_ms / one.eager_ms:.2f}"]
+        call = [f"{one.call_ms:.2f}", f"{base.call_ms / one.call_ms:.2f}"]
         kernels = [f"{one.kernels_ms:.2f}", f"{base.kernels_ms / one.kernels_ms:.2f}"]
-        rows.append([one.model, one.way, *eager, *kernels, f"{one.error:.3f}"])
-    return ["model", "", "eager, ms", "times", "kernels, ms", "times", "error"], rows
+        rows.append([one.model, one.way, *call, *kernels, f"{one.error:.3f}"])
+    return ["model", "", "call, ms", "times", "kernels, ms", "times", "error"], rows
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` store and load a quantized model as safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
 - ``fast_generate(model)`` makes ``generate`` of a transformers model fast.
+- ``fast_forward(model)`` makes calls of any other model fast that wait for the host.
 - ``offload_embeddings(model)`` moves embedding tables to host memory, from which the GPU reads the rows that it needs.
 - ``share_scales(model)`` makes a tensor-parallel model use the scales that a single process would use.
 - ``KeyValueCache(config, max_batch, max_length)`` is a static cache for transformers, in float or int8.
@@ -32,6 +33,7 @@ from qgemm.model.report import QuantReport, report
 from qgemm.nn import QuantExperts, QuantLinear
 from qgemm.parallel import share_scales
 from qgemm.quantize import quantize_model
+from qgemm.replay import fast_forward
 from qgemm.scheme import SCHEMES, QuantScheme
 from qgemm.streaming import quantize_checkpoint
 from qgemm.version import __version__
@@ -53,6 +55,7 @@ __all__ = [
     "Sensitivity",
     "__version__",
     "calibrate",
+    "fast_forward",
     "fast_generate",
     "fuse",
     "fusion_report",

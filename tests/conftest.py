@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,14 @@ def little_to_collect() -> None:
     """For modules in which garbage is collected call by call, through all that the tests before have left."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[Any]:
+    """The CUDA graphs that a test captures; without a GPU, recordings in their place."""
+    from tests.recording import record_graphs
+
+    return record_graphs(monkeypatch, device)
 
 
 @pytest.fixture(scope="session")

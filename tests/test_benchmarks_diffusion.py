@@ -14,7 +14,7 @@ from qgemm import fusion_report
 def test_the_table_compares_with_bfloat16() -> None:
     results = [Result("flux", FLOAT, 20.0, 18.0, 0.0), Result("flux", "int8, fused", 10.0, 9.0, 0.035)]
     header, rows = diffusion.table(results)
-    assert header == ["model", "", "eager, ms", "times", "kernels, ms", "times", "error"]
+    assert header == ["model", "", "call, ms", "times", "kernels, ms", "times", "error"]
     assert rows[1] == ["flux", "int8, fused", "10.00", "2.00", "9.00", "2.00", "0.035"]
 
 

@@ -197,6 +197,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.calibration",
         "qgemm.quantize",
     },
+    "qgemm.replay": {"qgemm.warn", "qgemm.arguments"},
     "qgemm.integrations.transformers": {
         "qgemm.warn",
         "qgemm.arguments",
@@ -208,6 +209,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.checkpoint",
         "qgemm.calibration",
         "qgemm.quantize",
+        "qgemm.replay",
     },
     "qgemm.parallel": {"qgemm.arguments", "qgemm.nn"},
     "qgemm.integrations.vllm": {

@@ -9,9 +9,9 @@ from transformers.generation import logits_process
 
 from qgemm.integrations.transformers.generate import decoder as module
 from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders, bucket
-from qgemm.integrations.transformers.generate.replay import GraphMemory, Replayed
 from qgemm.integrations.transformers.generate.sampling import Sampler
 from qgemm.integrations.transformers.generate.stopping import Stops
+from qgemm.replay.graphs import GraphMemory, Replayed
 
 CPU = torch.device("cpu")
 POSITION = torch.zeros((2, 1), dtype=torch.int64)

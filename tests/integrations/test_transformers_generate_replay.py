@@ -4,111 +4,22 @@
 wrong in its second step; on a GPU the same tests run with CUDA graphs.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES
 from families.mixtures import MIXTURES
-from torch import Tensor, distributed
-from torch.distributed import destroy_process_group
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PreTrainedModel, StaticCache
 
 import qgemm
-from qgemm.integrations.transformers.generate.replay import CaptureError, GraphMemory, Replayed
+from qgemm.replay.graphs import CaptureError, GraphMemory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = torch.arange(3, 24, device=DEVICE).reshape(3, 7) * 11 % 90 + 5
 PADDED = (torch.arange(7, device=DEVICE) >= torch.tensor([[3], [1], [0]], device=DEVICE)).long()
 BUILDERS = {**FAMILIES, **MIXTURES}
-
-
-aten = torch.ops.aten
-WAITS = {
-    aten._local_scalar_dense.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.bincount.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-    aten.repeat_interleave.Tensor,
-}
-"""Operators whose result, or its shape, the host waits for."""
-
-
-def waits(func: Any, args: Any) -> bool:
-    masks = (torch.bool, torch.uint8)
-    return func in WAITS or (
-        func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
-        and any(index is not None and index.dtype in masks for index in args[1])
-    )
-
-
-class Recording(TorchDispatchMode):
-    """The operators that ``run`` calls, to be called again with the results of one another."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        super().__init__()
-        self._calls: list[tuple[Any, Any, Any, Any]] = []
-        self._done = False
-        with self:
-            run()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if waits(func, args):
-            raise RuntimeError(f"the host waits for the device: {func}")
-        out = func(*args, **(kwargs or {}))
-        self._calls.append((func, args, kwargs or {}, out))
-        return out
-
-    def replay(self) -> None:
-        if not self._done:  # recording has done it once, as capturing doesn't
-            self._done = True
-            return
-        now: dict[int, Tensor] = {}
-
-        def current(value: Any) -> Any:
-            return now.get(id(value), value) if isinstance(value, Tensor) else value
-
-        for func, args, kwargs, out in self._calls:
-            found = func(*pytree.tree_map(current, args), **pytree.tree_map(current, kwargs))
-            for old, new in zip(pytree.tree_leaves(out), pytree.tree_leaves(found), strict=True):
-                if isinstance(old, Tensor):
-                    now[id(old)] = new
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The graphs that are captured, if there is no GPU recorded."""
-    made: list[Any] = []
-    capture, begin = GraphMemory.capture, GraphMemory.__init__
-
-    def begin_on_cpu(memory: GraphMemory, device: torch.device, has_collectives: bool = False) -> None:
-        begin(memory, device, has_collectives)
-        memory.captures = True
-
-    def record(memory: GraphMemory, run: Callable[[], None]) -> Any:
-        made.append(capture(memory, run) if DEVICE.type == "cuda" else Recording(run))
-        return made[-1]
-
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(GraphMemory, "__init__", begin_on_cpu)
-        monkeypatch.setattr(GraphMemory, "beside", lambda memory: _nothing())
-        monkeypatch.setattr(
-            torch.cuda, "is_current_stream_capturing", lambda: bool(torch._C._len_torch_dispatch_stack())
-        )
-    monkeypatch.setattr(GraphMemory, "capture", record)
-    return made
 
 
 FAMILIES_TO_RUN = ["llama", "mistral", "gemma2", "qwen3", "deepseek_v3", "gpt2", "gpt_oss", "mixtral"]
@@ -259,37 +170,3 @@ def test_what_can_not_be_captured_runs_as_it_is(graphs: list[Any], monkeypatch: 
     qgemm.fast_generate(model)
     with pytest.warns(UserWarning, match="steps run without CUDA graphs, which is slower"):
         assert torch.equal(model.generate(PROMPTS, **options), expected)
-
-
-def test_a_function_runs_then_is_captured_then_replayed(graphs: list[Any]) -> None:
-    total, runs = torch.zeros(1, device=DEVICE), []
-    step = Replayed(GraphMemory(DEVICE))
-
-    def add() -> None:
-        runs.append(1)
-        total.add_(2)
-
-    for i in range(1, 5):
-        step(add)
-        assert total.item() == 2 * i
-    assert len(runs) == 2
-
-
-@pytest.mark.parametrize("has_collectives", [True, False])
-def test_graphs_with_collectives_end_before_the_processes_part(
-    graphs: list[Any], has_collectives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    total, ended = torch.zeros(1, device=DEVICE), []
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(Recording, "reset", lambda _: ended.append(distributed.is_initialized()), raising=False)
-    step = Replayed(GraphMemory(DEVICE, has_collectives))
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    for _ in range(3):
-        step(lambda: total.add_(2))
-    destroy_process_group()
-    assert not distributed.is_initialized()
-    assert ended == [True] * (has_collectives and DEVICE.type == "cpu")
-    for _ in range(2):
-        step(lambda: total.add_(2))
-    assert total.item() == 10
-    assert len(graphs) == 1 + has_collectives

@@ -4,7 +4,7 @@
 - ``loop.py``: prefill and steps; ``sampling.py``, ``stopping.py``: what a step does with its logits; ``reading.py``:
   copies tokens to the host
 - ``contexts.py``: the loop's interface to a cache
-- ``decoder.py``: what is kept between calls; ``replay.py``: its graphs; ``fingerprint.py``: when they become invalid
+- ``decoder.py``: what is kept between calls, with graphs of ``qgemm/replay``
 """
 
 from qgemm.integrations.transformers.generate.entry import fast_generate, generate

@@ -12,9 +12,9 @@ from transformers import Cache
 
 from qgemm.integrations.transformers.generate.contexts import Context
 from qgemm.integrations.transformers.generate.reading import Reader
-from qgemm.integrations.transformers.generate.replay import GraphMemory, Replayed
 from qgemm.integrations.transformers.generate.sampling import Progress, Sampler
 from qgemm.numerics.integers import round_up
+from qgemm.replay.graphs import GraphMemory, Replayed
 
 MAX_SAMPLERS = 8
 # The fraction of a GPU's memory that caches waiting for a next call may take; the last one is always kept.

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -24,7 +24,6 @@ from qgemm.integrations.transformers.cache import ARGUMENT, check_cache_dtype
 from qgemm.integrations.transformers.generate.contexts import Attention, Context, make_context, use_context
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders
-from qgemm.integrations.transformers.generate.fingerprint import fingerprint
 from qgemm.integrations.transformers.generate.loop import AHEAD, Loop
 from qgemm.integrations.transformers.generate.request import (
     Request,
@@ -35,10 +34,13 @@ from qgemm.integrations.transformers.generate.request import (
 )
 from qgemm.integrations.transformers.tensor_parallel import process_group
 from qgemm.integrations.transformers.tokens import UnfitAttentionError
+from qgemm.replay.snapshot import Snapshot
 from qgemm.warn import warn_user
 
 # The attribute of a model for what it keeps between calls, and of a cache for its decoder.
 _KEPT = "_qgemm_generate"
+# The attention that a call uses, which it sets by itself.
+_OF_A_CALL = ("_attn_implementation_internal",)
 # What generate called the cache before transformers 5.24, which warns of it at the line of the call: one of ours, here.
 _FORMER = "past_key_values"
 
@@ -48,7 +50,9 @@ class _Kept:
 
     def __init__(self) -> None:
         self.decoders: Decoders | None = None
-        self.fingerprint: Hashable = None
+        self.snapshot: Snapshot | None = None
+        """The state of the model that the decoders' graphs were captured from."""
+        self.implementation: str | None = None
         self.cache_dtype: torch.dtype | None = None
         self.running = threading.Lock()
         self.attention = Attention()
@@ -239,10 +243,11 @@ def decode(
 
 
 def _take(kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dtype | None) -> tuple[Context, Decoder]:
-    now = (kept.attention.own(model), fingerprint(model))
-    if kept.decoders is None or kept.fingerprint != now:
+    own = kept.attention.own(model)
+    if kept.decoders is None or kept.snapshot is None or kept.implementation != own or not kept.snapshot.holds():
         kept.decoders = Decoders(model.device, process_group(model) is not None)
-        kept.fingerprint = now
+        configs = model.config, model.config.get_text_config(decoder=True)
+        kept.snapshot, kept.implementation = Snapshot(model, configs, _OF_A_CALL), own
     position = request.position_ids[..., -1:]
     wanted = request.new + request.steps - 1
     if request.cache is None:

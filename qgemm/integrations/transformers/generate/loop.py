@@ -18,8 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 from qgemm.integrations.transformers.cache import ARGUMENT, values_of
 from qgemm.integrations.transformers.generate.contexts import Context
 from qgemm.integrations.transformers.generate.decoder import Decoder
-from qgemm.integrations.transformers.generate.replay import CaptureError, Replayed
 from qgemm.integrations.transformers.generate.request import Request
+from qgemm.replay.graphs import CaptureError, Replayed
 
 # On a GPU, the steps queued beyond the last one that was read. A host that is delayed for that many steps costs
 # nothing; sequences that end early cost as many steps.

@@ -1,0 +1,120 @@
+"""What a ``Snapshot`` of a model notices, and what it leaves alone."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qgemm.replay.snapshot import Snapshot
+
+
+class Config:
+    def __init__(self) -> None:
+        self.width = 4
+        self.attention = "sdpa"
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(3))
+        self.scale, self.active, self.settings, self.plain = 0.5, ["a"], {"rank": 3}, torch.zeros(1)
+        self.long = list(range(100))
+        self.rows, self.name = 1000, "part"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part(), Part()])
+        self.config = Config()
+
+
+def second(model: Model) -> Any:
+    return model.parts[1]
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "number": lambda part: setattr(part, "scale", 0.25),
+    "twice": lambda part: [setattr(part, "scale", value) for value in (0.7, 0.9, 0.5001)],
+    "string": lambda part: setattr(part, "name", "other"),
+    "list": lambda part: part.active.append("b"),
+    "item": lambda part: part.active.__setitem__(0, "c"),
+    "dictionary": lambda part: part.settings.update(rank=4),
+    "key": lambda part: [part.settings.pop("rank"), part.settings.update(alpha=3)],
+    "new attribute": lambda part: setattr(part, "other_scale", 1),
+    "attribute gone": lambda part: delattr(part, "scale"),
+    "tensor": lambda part: setattr(part, "plain", torch.zeros(1)),
+    "data": lambda part: setattr(part.layer.weight, "data", torch.zeros(4, 4)),
+    "parameter": lambda part: setattr(part.layer, "weight", nn.Parameter(torch.zeros(4, 4))),
+    "parameter gone": lambda part: setattr(part.layer, "bias", None),
+    "buffer": lambda part: setattr(part, "table", torch.zeros(3)),
+    "module": lambda part: setattr(part, "layer", nn.Linear(4, 4)),
+    "modules exchanged": lambda part: part._modules.update(layer=part.other, other=part.layer),
+    "module gone": lambda part: delattr(part, "other"),
+    "new module": lambda part: part.add_module("more", nn.ReLU()),
+    "class": lambda part: setattr(part.layer, "__class__", type("Other", (nn.Linear,), {})),
+    "hook": lambda part: part.layer.register_forward_hook(lambda *_: None),
+    "hook before": lambda part: part.register_forward_pre_hook(lambda *_: None),
+    "forward": lambda part: setattr(part.layer, "forward", torch.relu),
+    "training": lambda part: part.train(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_noticed(change: str) -> None:
+    model = Model().eval()
+    snapshot = Snapshot(model, [model.config])
+    assert snapshot.holds()
+    kept = copy.copy(vars(second(model)))  # so that nothing new lies where the old was
+    CHANGES[change](second(model))
+    assert not snapshot.holds()
+    del kept
+    assert Snapshot(model, [model.config]).holds()
+
+
+def test_others_are_noticed_unless_they_are_ignored() -> None:
+    model = Model()
+    seeing, ignoring = Snapshot(model, [model.config]), Snapshot(model, [model.config], ["attention"])
+    model.config.attention = "eager"
+    assert not seeing.holds()
+    assert ignoring.holds()
+    model.config.width = 5
+    assert not ignoring.holds()
+
+
+def test_equal_values_and_values_of_tensors_are_no_change() -> None:
+    model = Model()
+    part = second(model)
+    snapshot = Snapshot(model)
+    for _ in range(2):
+        part.rows, part.scale = int("1000"), float("0.5")
+        part.layer.weight.data.fill_(3)
+        part.long[3] = 7
+        assert snapshot.holds()
+    part.rows = 1001
+    assert not snapshot.holds()
+
+
+def test_nothing_is_kept_alive() -> None:
+    model = Model()
+    snapshot = Snapshot(model)
+    part = second(model)
+    references = [weakref.ref(part.layer), weakref.ref(part.layer.weight), weakref.ref(part.plain)]
+    gc.disable()
+    try:
+        part.layer = part.plain = None
+        assert [reference() for reference in references] == [None] * 3
+        assert not snapshot.holds()
+        reference = weakref.ref(model)
+        del model, part
+        assert reference() is None
+        assert not snapshot.holds()
+    finally:
+        gc.enable()
