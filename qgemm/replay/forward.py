@@ -45,10 +45,11 @@ def fast_forward(model: Model, enabled: bool = True, *, max_graphs: int = MAX_GR
     hooks or attributes were changed, graphs are captured again. There are at most ``max_graphs``, which share the
     memory of one pass's activations; calls beyond them run as before.
 
-    Calls run as before on a CPU, with gradients, in training mode, with autocast, under compilers and modes of PyTorch,
-    and if an input is neither a tensor on the model's GPU nor a plain value: a cache, for example. If the model can't
-    be captured, because it reads values of tensors on the host or keeps state, a warning gives the reason. Changes
-    inside objects other than modules, lists and dictionaries aren't noticed: after such, call ``fast_forward`` again.
+    Call the model under ``torch.inference_mode()`` or ``no_grad()``. With gradients, in training mode, on a CPU, with
+    autocast, under compilers and modes of PyTorch, and if an input is neither a tensor on the model's GPU nor a plain
+    value (a cache, for example), calls run as before. If the model can't be captured, because it reads values of
+    tensors on the host or keeps state, a warning gives the reason. Changes inside objects other than modules, lists and
+    dictionaries aren't noticed: after such, call ``fast_forward`` again.
 
     ``enabled=False`` restores the forward and frees the graphs.
 
@@ -71,24 +72,36 @@ def fast_forward(model: Model, enabled: bool = True, *, max_graphs: int = MAX_GR
 
 
 class _Graph:
-    """A forward for inputs of one form: ``inputs`` and ``outputs`` are the tensors that its graph reads and writes."""
+    """A forward for inputs of one form."""
 
     def __init__(self, memory: GraphMemory, structure: Any, inputs: list[Tensor]) -> None:
-        """``structure``: that of the arguments, whose tensors ``inputs`` are at first."""
+        """``structure``: that of the arguments, with ``inputs`` for their tensors."""
         self.inputs = inputs
+        """The tensors that runs read."""
+        self.result: Any = None
+        """Of the last run that wasn't a replay; the next run overwrites its tensors."""
         self._structure = structure
+        self._result_structure: Any = None
+        self._outputs: list[Tensor] = []
         self._replayed = Replayed(memory)
-        self._result: Any = None
 
-    def run(self, forward: Callable[[Any, Any], Any]) -> Any:
-        """The result. From the second run on, which captures, the next one overwrites it. Raises ``CaptureError``."""
+    def run(self, forward: Callable[[Any, Any], Any]) -> None:
+        """Runs ``forward``; the second time it is captured, and then replayed. Raises ``CaptureError``."""
 
         def run() -> None:
             args, kwargs = put_together(self._structure, self.inputs)
-            self._result = forward(args, kwargs)
+            self.result = forward(args, kwargs)
+            self._result_structure = None
 
         self._replayed(run)
-        return self._result
+
+    def copied(self) -> Callable[[], Any]:
+        """Makes copies of the outputs; returns what puts the result together. Raises ``UnfitValueError``."""
+        if self._result_structure is None:
+            self._outputs = []
+            self._result_structure = take_apart(self.result, self._outputs)
+        copies = [each.clone() for each in self._outputs]
+        return lambda: put_together(self._result_structure, copies)
 
     def end(self) -> None:
         """Ends the captured graph."""
@@ -114,6 +127,7 @@ class GraphedForward:
         self._snapshot: Snapshot | None = None
         self._stream: torch.cuda.Stream | None = None
         self._changes = 0
+        self._told = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
         """For the copy of the model, without graphs."""
@@ -128,6 +142,9 @@ class GraphedForward:
         """Runs the model's forward."""
         if torch.compiler.is_compiling() or self.unfit or self._is_watched():
             return self._run(args, kwargs)
+        if torch.is_grad_enabled():
+            self._tell_of_gradients()
+            return self._run(args, kwargs)
         if not self._running.acquire(blocking=False):  # another thread is here, or the model calls itself
             return self._run(args, kwargs)
         try:
@@ -141,11 +158,10 @@ class GraphedForward:
         self._forget()
 
     def _is_watched(self) -> bool:
-        """Whether a call does more than its kernels: gradients, modes and the like, or a graph that it is part of."""
+        """Whether a call is more than its kernels, besides gradients: by modes and the like, or as a part of a graph."""
         model = self._model()
         return (
-            torch.is_grad_enabled()
-            or (model is not None and model.training)
+            (model is not None and model.training)
             or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._len_torch_function_stack() > 0
             or torch._C._functorch.maybe_current_level() is not None
@@ -154,6 +170,13 @@ class GraphedForward:
             or forward_ad._current_level >= 0
             or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         )
+
+    def _tell_of_gradients(self) -> None:
+        model = self._model()
+        if model is not None and not self._told and any(each.is_cuda for each in model.parameters()):
+            self._told = True
+            name = type(model).__name__
+            warn_user(f"calls with gradients run without CUDA graphs: call {name} under torch.inference_mode()")
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if self.former is not None:
@@ -170,19 +193,21 @@ class GraphedForward:
         memory = self._memory_on(_common_device(given))
         if memory is None:
             return self._run(args, kwargs)
-        if self._snapshot is not None and not self._snapshot.holds():
+        if self._snapshot is not None and not self._snapshot.memory_holds():
             self._forget()
-            self._changes += 1
         tensors = [(each.shape, each.stride(), each.dtype) for each in given]
         form = (*_settings(), form_of(structure), *tensors)
-        graph = self._graphs.get(form)
-        if graph is None and len(self._graphs) >= self.max_graphs:
-            return self._run(args, kwargs)
         with torch.cuda.device(memory.device) if memory.device.type == "cuda" else contextlib.nullcontext():
-            if graph is None:
+            if (graph := self._graphs.get(form)) is not None:
+                copied = self._replay(graph, given)
+                # The GPU is at work: the time to look at everything that can't harm it.
+                if self._snapshot is not None and self._snapshot.values_hold():
+                    self._changes = 0
+                    return copied()
+                self._forget()
+            if len(self._graphs) < self.max_graphs:
                 return self._capture(form, _Graph(memory, structure, given))
-            self._changes = 0
-            return self._replay(graph, given)
+        return self._run(args, kwargs)
 
     def _memory_on(self, device: torch.device | None) -> GraphMemory | None:
         """What graphs on ``device`` share; None where there are none."""
@@ -193,7 +218,7 @@ class GraphedForward:
             self._memory = GraphMemory(device, distributed.is_available() and distributed.is_initialized())
         return self._memory if self._memory.captures else None
 
-    def _replay(self, graph: _Graph, given: Sequence[Tensor]) -> Any:
+    def _replay(self, graph: _Graph, given: Sequence[Tensor]) -> Callable[[], Any]:
         if graph.inputs[0].is_cuda:
             stream = torch.cuda.current_stream()
             if self._stream is not None and stream != self._stream:
@@ -201,7 +226,8 @@ class GraphedForward:
             self._stream = stream
         for own, tensor in zip(graph.inputs, given, strict=True):
             own.copy_(tensor)
-        return _copied(graph.run(self._run))
+        graph.run(self._run)
+        return graph.copied()
 
     def _capture(self, form: Hashable, graph: _Graph) -> Any:
         """The result of a call with inputs of a new form. Keeps a graph for more such calls if there can be one."""
@@ -209,17 +235,18 @@ class GraphedForward:
         assert model is not None
         fixed = [*model.parameters(), *model.buffers()]
         versions = _versions((*given, *fixed))
-        result = graph.run(self._run)
+        graph.run(self._run)
+        result = graph.result
         try:
             if self._changes > MAX_CHANGES:
                 raise UnfitModelError("its attributes change between calls")
             _check_fits(model, fixed, given[0].device)
             if _versions((*given, *fixed)) != versions:
                 raise UnfitModelError("it writes to its inputs or buffers")
-            _copied(result)
+            take_apart(result, [])
             snapshot = Snapshot(model, _configs(model))
-            graph.inputs = [torch.empty_like(each).copy_(each) for each in given]
-            result = _copied(graph.run(self._run))
+            graph.inputs = [torch.empty_like(each) for each in given]
+            copied = self._replay(graph, given)
             if not snapshot.holds():
                 raise UnfitModelError("its attributes change in each call")
         except (UnfitModelError, UnfitValueError, CaptureError) as error:
@@ -231,19 +258,18 @@ class GraphedForward:
             self._forget()  # this call has changed an attribute, such as a table that grows
         self._snapshot = self._snapshot or snapshot
         self._graphs[form] = graph
-        return result
+        graph.result = None
+        return copied()
 
     def _forget(self) -> None:
+        self._changes += bool(self._graphs)
+        if self._stream is not None:
+            self._stream.synchronize()  # the last one may still run
+            self._stream = None
         for graph in self._graphs.values():
             graph.end()
         self._graphs.clear()
         self._snapshot = None
-
-
-def _copied(result: Any) -> Any:
-    tensors: list[Tensor] = []
-    structure = take_apart(result, tensors)
-    return put_together(structure, [each.clone() for each in tensors])
 
 
 def _common_device(tensors: Sequence[Tensor]) -> torch.device | None:

@@ -54,6 +54,8 @@ class GraphMemory:
             # A pool ends with the last of its graphs, and PyTorch doesn't reuse it.
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self.device.index or 0]
+        seed, offset = generator.initial_seed(), generator.get_offset()
         # Not torch.cuda.graph, which waits for the GPU, and returns the allocator's reserved memory.
         with self.beside():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -61,8 +63,14 @@ class GraphMemory:
                 run()
             except Exception as error:
                 self.captures = False
-                with contextlib.suppress(RuntimeError):
+                try:
                     graph.capture_end()
+                except RuntimeError:
+                    # PyTorch then leaves its random generator and its allocator in the middle of a capture.
+                    fresh = torch.Generator(self.device).manual_seed(seed)
+                    fresh.set_offset(offset)
+                    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+                    torch._C._cuda_endAllocateToPool(generator.device.index, self._pool)
                 raise CaptureError(str(error).partition("\n")[0]) from error
             graph.capture_end()
         self._graphs.add(graph)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import is_, itemgetter
+from types import BuiltinFunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-Attributes = list[dict[str, Any]]
+Owners = list[dict[str, Any]]
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+# What holds no tensors, so that it may be kept alive.
+_FIXED = _PLAIN | {BuiltinFunctionType, type, torch.dtype, torch.device}
 _SEQUENCES = (list, tuple, set)
 # What a module has from its class is examined one by one.
 _OF_MODULES = frozenset(vars(nn.Module()))
 _TENSORS = ("_parameters", "_buffers")
-_PARTS = ("_modules", "_forward_hooks", "_forward_pre_hooks")
+# The dictionaries of a module whose values a forward reads.
+_PARTS = itemgetter(*_TENSORS, "_modules", "_forward_hooks", "_forward_pre_hooks")
 MAX_VALUES = 64
 """The maximum length of a list or a dictionary: longer ones are tables, compared by identity only."""
 
@@ -28,6 +33,8 @@ class Snapshot:
     That is: attributes, compared by value if they are numbers and strings, also in lists and dictionaries, and by
     identity otherwise; for modules, also the class, hooks, and addresses of tensors. Changes inside other objects
     aren't noticed. A snapshot keeps no module and no tensor alive.
+
+    Objects are compared first, by loops in C; the same ones have the same values.
     """
 
     def __init__(self, model: nn.Module, others: Iterable[object] = (), ignored: Iterable[str] = ()) -> None:
@@ -38,9 +45,18 @@ class Snapshot:
         self._take(list(model.modules()))
 
     def holds(self) -> bool:
-        """Whether nothing has changed since. Takes about 1 us per module; more if an attribute has another object."""
-        modules = [reference() for reference in self._modules]
-        if [*map(type, modules)] == self._classes and self._objects.are_those_of([*modules, *self._others]):
+        """Whether nothing has changed since. Takes about 2 us per module; more if an attribute has another object."""
+        return self.memory_holds() and self.values_hold()
+
+    def memory_holds(self) -> bool:
+        """Whether all tensors are where they were: a graph that reads them may run, if only to be discarded."""
+        owners = self._owners()
+        return owners is not None and self._addresses_in(owners) == self._addresses
+
+    def values_hold(self) -> bool:
+        """Whether everything else holds, if memory does."""
+        owners = self._owners()
+        if owners is not None and self._has_same_objects(owners):
             return True
         model = self._model()
         if model is None or self._values(now := list(model.modules())) != self._exact:
@@ -52,7 +68,70 @@ class Snapshot:
         self._modules = [weakref.ref(module) for module in modules]
         self._classes = [*map(type, modules)]
         self._exact = self._values(modules)
-        self._objects = _Objects([*modules, *self._others])
+        owners = [vars(each) for each in (*modules, *self._others)]
+        self._tensors = [(i, name) for i, each in enumerate(owners) for name in _TENSORS if each.get(name)]
+        self._objects, self._dictionaries, self._sequences, self._readers = [], [], [], []
+        for i, each in enumerate(owners):
+            own = [name for name in each if name not in _OF_MODULES or name == "training"]
+            fixed = [name for name in own if type(each[name]) in _FIXED]
+            self._readers.append(_reader(fixed))
+            for name in set(own).difference(fixed):
+                self._objects.append((i, name))
+                if isinstance(each[name], dict) and len(each[name]) <= MAX_VALUES:
+                    self._dictionaries.append((i, name))
+                elif isinstance(each[name], _SEQUENCES) and len(each[name]) <= MAX_VALUES:
+                    self._sequences.append((i, name))
+        self._addresses = self._addresses_in(owners)
+        self._found = self._values_in(owners)
+        parts = self._parts_in(owners)
+        self._sizes = self._sizes_in(owners, parts)
+        self._filled = [i for i, each in enumerate(parts) if each]
+        items = self._items_in(owners, parts)
+        self._items = [*map(id, items)]
+        # An object's identity is its own only while the object exists.
+        self._kept = [item for item in items if type(item) in _FIXED]
+
+    def _owners(self) -> Owners | None:
+        """The attributes of modules and others; None if a module is gone, or has another class."""
+        modules = [reference() for reference in self._modules]
+        if [*map(type, modules)] != self._classes:
+            return None
+        return [vars(each) for each in (*modules, *self._others)]
+
+    def _addresses_in(self, owners: Owners) -> list[int]:
+        """Of parameters and buffers, and the identities of objects that may hold others."""
+        dictionaries = [owners[i][name] for i, name in self._tensors]
+        objects = [owners[i].get(name) for i, name in self._objects]
+        return [
+            *[tensor.data_ptr() for each in dictionaries for tensor in each.values() if tensor is not None],
+            *map(id, objects),
+            *[each.data_ptr() for each in objects if type(each) is Tensor],
+        ]
+
+    def _values_in(self, owners: Owners) -> list[object]:
+        """The attributes that hold no tensors."""
+        return [*chain.from_iterable([read(each) for read, each in zip(self._readers, owners, strict=True)])]
+
+    def _parts_in(self, owners: Owners) -> list[dict[str, Any]]:
+        return [*chain.from_iterable(map(_PARTS, owners[: len(self._modules)]))]
+
+    def _sizes_in(self, owners: Owners, parts: list[dict[str, Any]]) -> list[int]:
+        return [*map(len, owners), *map(len, parts)]
+
+    def _items_in(self, owners: Owners, parts: list[dict[str, Any]]) -> list[object]:
+        dictionaries = [parts[i] for i in self._filled] + [owners[i][name] for i, name in self._dictionaries]
+        sequences = [owners[i][name] for i, name in self._sequences]
+        return [*chain.from_iterable((*dictionaries, *map(dict.values, dictionaries), *sequences))]
+
+    def _has_same_objects(self, owners: Owners) -> bool:
+        try:
+            if not all(map(is_, self._values_in(owners), self._found)):
+                return False
+        except KeyError:  # an attribute is gone
+            return False
+        # Dictionaries and lists are the same ones, if memory holds. What is in them?
+        parts = self._parts_in(owners)
+        return self._sizes_in(owners, parts) == self._sizes and [*map(id, self._items_in(owners, parts))] == self._items
 
     def _values(self, modules: list[nn.Module]) -> Hashable:
         return (*map(self._of, self._others), *map(self._of_module, modules))
@@ -86,68 +165,5 @@ def _of_item(item: object) -> Hashable:
     return item if type(item) in _PLAIN else id(item)  # type: ignore[return-value]
 
 
-class _Objects:
-    """Which objects the attributes of ``owners`` are, and the addresses of tensors: the same ones have the same values.
-
-    They are found by loops in C, several times as fast as values are compared.
-    """
-
-    def __init__(self, owners: Sequence[object]) -> None:
-        attributes = [vars(owner) for owner in owners]
-        self._readers = [_reader(each) for each in attributes]
-        self._tensors = [(i, name) for i, each in enumerate(attributes) for name in _TENSORS if each.get(name)]
-        self._dictionaries = [(i, name) for i, each in enumerate(attributes) for name in _PARTS if name in each]
-        self._sequences = []
-        for i, each in enumerate(attributes):
-            for name in each.keys() - _OF_MODULES:
-                if isinstance(each[name], dict) and len(each[name]) <= MAX_VALUES:
-                    self._dictionaries.append((i, name))
-                elif isinstance(each[name], _SEQUENCES) and len(each[name]) <= MAX_VALUES:
-                    self._sequences.append((i, name))
-        self._identities = [*map(id, values := self._values(attributes))]
-        self._sizes = self._lengths(attributes)
-        self._item_identities = [*map(id, items := self._items(attributes))]
-        self._addresses = self._addresses_of(attributes)
-        # An object's identity is its own only while the object exists.
-        self._kept = [each for each in (*values, *items) if type(each) in _PLAIN]
-
-    def are_those_of(self, owners: Sequence[object]) -> bool:
-        """Whether ``owners``, in the same order, have the same objects."""
-        attributes = [vars(owner) for owner in owners]
-        try:
-            return (
-                [*map(id, self._values(attributes))] == self._identities
-                # Dictionaries and lists are the same ones, then. What is in them?
-                and self._lengths(attributes) == self._sizes
-                and [*map(id, self._items(attributes))] == self._item_identities
-                and self._addresses_of(attributes) == self._addresses
-            )
-        except KeyError:  # an attribute is gone
-            return False
-
-    def _values(self, attributes: Attributes) -> list[object]:
-        return [*chain.from_iterable([read(each) for read, each in zip(self._readers, attributes, strict=True)])]
-
-    def _lengths(self, attributes: Attributes) -> list[int]:
-        of_modules = [each[name] for each in attributes for name in _TENSORS if name in each]
-        dictionaries = [attributes[i][name] for i, name in self._dictionaries]
-        return [*map(len, attributes), *map(len, of_modules), *map(len, dictionaries)]
-
-    def _items(self, attributes: Attributes) -> list[object]:
-        dictionaries = [found for i, name in self._dictionaries if (found := attributes[i][name])]
-        sequences = [attributes[i][name] for i, name in self._sequences]
-        return [*chain.from_iterable((*dictionaries, *map(dict.values, dictionaries), *sequences))]
-
-    def _addresses_of(self, attributes: Attributes) -> list[int]:
-        return [
-            tensor.data_ptr()
-            for i, name in self._tensors
-            for tensor in attributes[i][name].values()
-            if tensor is not None
-        ]
-
-
-def _reader(attributes: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Reads all attributes besides those that every module has from its class, but whether it is in training mode."""
-    names = [name for name in attributes if name not in _OF_MODULES or name == "training"]
+def _reader(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     return itemgetter(*names, names[0]) if names else lambda _: ()  # of a single name it would read no tuple

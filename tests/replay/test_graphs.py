@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 from torch.distributed import destroy_process_group
 
-from qgemm.replay.graphs import GraphMemory, Replayed
+from qgemm.replay.graphs import CaptureError, GraphMemory, Replayed
 from tests.recording import Recording
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,3 +46,19 @@ def test_graphs_with_collectives_end_before_the_processes_part(
         step(lambda: total.add_(2))
     assert total.item() == 10
     assert len(graphs) == 1 + has_collectives
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="captures CUDA graphs")
+def test_a_capture_that_fails_leaves_nothing_behind() -> None:
+    expected = [torch.manual_seed(3), torch.rand(2, device=DEVICE), torch.rand(2, device=DEVICE)]
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(2, device=DEVICE), expected[1])
+    memory, x = GraphMemory(torch.device("cuda", 0)), torch.ones(2, device=DEVICE)
+    with pytest.raises(CaptureError, match="CUDA"):
+        memory.capture(lambda: x.add_(torch.rand(2, device=DEVICE)).sum().item())
+    assert not memory.captures
+    assert torch.equal(torch.rand(2, device=DEVICE), expected[2])
+    graph = GraphMemory(torch.device("cuda", 0)).capture(lambda: x.mul_(2))
+    graph.replay()
+    assert x.tolist() == [2, 2]
+    torch.cuda.empty_cache()
