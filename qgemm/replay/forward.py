@@ -127,7 +127,7 @@ class GraphedForward:
         self._snapshot: Snapshot | None = None
         self._stream: torch.cuda.Stream | None = None
         self._changes = 0
-        self._told = False
+        self._told: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
         """For the copy of the model, without graphs."""
@@ -143,7 +143,7 @@ class GraphedForward:
         if torch.compiler.is_compiling() or self.unfit or self._is_watched():
             return self._run(args, kwargs)
         if torch.is_grad_enabled():
-            self._tell_of_gradients()
+            self._tell("gradients are on; call it under torch.inference_mode()")
             return self._run(args, kwargs)
         if not self._running.acquire(blocking=False):  # another thread is here, or the model calls itself
             return self._run(args, kwargs)
@@ -158,7 +158,7 @@ class GraphedForward:
         self._forget()
 
     def _is_watched(self) -> bool:
-        """Whether a call is more than its kernels, besides gradients: by modes and the like, or as a part of a graph."""
+        """Whether a call is more than its kernels, besides gradients: by modes and the like, or as part of a graph."""
         model = self._model()
         return (
             (model is not None and model.training)
@@ -171,12 +171,12 @@ class GraphedForward:
             or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         )
 
-    def _tell_of_gradients(self) -> None:
+    def _tell(self, reason: str) -> None:
+        """Warns, once per reason, if the model is on a GPU."""
         model = self._model()
-        if model is not None and not self._told and any(each.is_cuda for each in model.parameters()):
-            self._told = True
-            name = type(model).__name__
-            warn_user(f"calls with gradients run without CUDA graphs: call {name} under torch.inference_mode()")
+        if model is not None and reason not in self._told and any(each.is_cuda for each in model.parameters()):
+            self._told.add(reason)
+            warn_user(f"calls of {type(model).__name__} run without CUDA graphs: {reason}")
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if self.former is not None:
@@ -188,7 +188,8 @@ class GraphedForward:
         given: list[Tensor] = []
         try:
             structure = take_apart((args, kwargs), given)
-        except UnfitValueError:
+        except UnfitValueError as error:
+            self._tell(f"an input is or holds a {error}")
             return self._run(args, kwargs)
         memory = self._memory_on(_common_device(given))
         if memory is None:
@@ -251,8 +252,9 @@ class GraphedForward:
                 raise UnfitModelError("its attributes change in each call")
         except (UnfitModelError, UnfitValueError, CaptureError) as error:
             self._forget()
-            self.unfit = str(error)
-            warn_user(f"calls of {type(model).__name__} run without CUDA graphs: {error}")
+            what = "its output holds a " if isinstance(error, UnfitValueError) else ""
+            self.unfit = f"{what}{error}"
+            warn_user(f"calls of {type(model).__name__} run without CUDA graphs: {self.unfit}")
             return result
         if self._snapshot is not None and not self._snapshot.holds():
             self._forget()  # this call has changed an attribute, such as a table that grows

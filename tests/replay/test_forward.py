@@ -236,7 +236,7 @@ def test_models_that_a_graph_can_not_repeat_run_as_before_with_a_reason(
         Counting: "its attributes change",
         Storing: "writes to its inputs or buffers",
         Overwriting: "writes to its inputs or buffers",
-        Opaque: "list_iterator",
+        Opaque: "its output holds a builtins.list_iterator",
         Reading: "",
     }
     with pytest.warns(UserWarning, match=f"{kind.__name__} run without CUDA graphs: .*{reasons[kind]}") as warned:
