@@ -18,6 +18,8 @@ class StoredForm:
     """How many values share a scale; 0 if all of a row do."""
     has_zeros: bool = False
     """Whether there are zero points."""
+    float_zeros: bool = False
+    """Whether they are floats, which are added to the scaled values."""
     paired: bool = False
     """Whether the scales of a block's two halves are 32 bits that may be loaded together."""
 

@@ -4,9 +4,10 @@
   ``_few_rows_kernel``). With more rows, or from 17 rows on where that is faster: tiles that unpack the weight between
   shared memory and the tensor cores (``_tiles_kernel``).
 - Any other GPU, and what Hopper's kernels don't accept: plain Triton up to 64 rows; for more rows, the weight is
-  dequantized for the call and PyTorch multiplies. Hopper's kernels don't accept float32, groups that aren't a multiple
-  of 16, and K or strides that aren't a multiple of 16 bytes. Tiles don't accept small groups other than 16, 32 and 64,
-  their scales if a row of them isn't a multiple of 4 bytes, and more than 16 rows for each value of a small group.
+  dequantized for the call and PyTorch multiplies. Hopper's kernels don't accept float32, float zero points, groups that
+  aren't a multiple of 16, and K or strides that aren't a multiple of 16 bytes. Tiles don't accept small groups other
+  than 16, 32 and 64, their scales if a row of them isn't a multiple of 4 bytes, and more than 16 rows for each value of
+  a small group.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def weight_only_linear(
         rows.shape, rows.stride(0), rows.dtype,
         values.shape, values.stride(0), values.dtype,
         scale.shape, scale.stride(0), scale.dtype,
-        zero_point is not None, global_scale is not None,
+        None if zero_point is None else zero_point.dtype, global_scale is not None,
         None if bias is None else bias.dtype, None if added is None else added.stride(0),
     )  # fmt: skip
     plan: Plan | None = plans.get(kind)
@@ -98,10 +99,10 @@ def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
     out = values.new_empty((N, K), dtype=dtype)
     if out.numel():
         group = 0 if scale.shape[1] == 1 else weight.group_size
-        form = StoredForm(weight.format, group, has_zeros=zero_point is not None)
+        form = _form(weight.format, group, zero_point)
         kind = (
             float_weight, form, N, K, values.get_device(), values.dtype, values.stride(0), scale.dtype, scale.stride(0),
-            global_scale is not None, dtype,
+            None if zero_point is None else zero_point.dtype, global_scale is not None, dtype,
         )  # fmt: skip
         launch: Launch | None = plans.get(kind)
         if launch is None:
@@ -121,6 +122,11 @@ def _as_read(weight: ScaledWeight) -> tuple[Tensor, Tensor, Tensor | None, Tenso
     if zero_point is not None and zero_point.stride() != scale.stride():
         zero_point, scale = zero_point.contiguous(), scale.contiguous()
     return values, scale, zero_point, None if weight.global_scale is None else weight.global_scale.contiguous()
+
+
+def _form(format: str, group: int, zero_point: Tensor | None) -> StoredForm:
+    float_zeros = zero_point is not None and zero_point.is_floating_point()
+    return StoredForm(format, group, has_zeros=zero_point is not None, float_zeros=float_zeros)
 
 
 def _dequantize_launch(form: StoredForm, N: int, K: int, stride_wn: int, stride_sn: int) -> Launch:
@@ -262,7 +268,7 @@ def _make_plan(
     if M * N == 0:
         return Plan((M, N), None)
     group = 0 if scale.shape[1] == 1 else group_size
-    form = StoredForm(format, group, has_zeros=zero_point is not None)
+    form = _form(format, group, zero_point)
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         fits_tiles = N % 8 == 0 and all(_fits_tiles(M, form, each) for each in (scale, zero_point) if each is not None)
@@ -288,6 +294,8 @@ def _make_plan(
 
 
 def _fits_hopper(form: StoredForm, x: Tensor, weight: Tensor) -> bool:
+    if form.float_zeros:
+        return False
     if x.dtype not in (torch.float16, torch.bfloat16):
         return False
     if form.group % VECTOR_BYTES:
