@@ -32,6 +32,7 @@ USUAL = [
     "mxfp4-gpt-oss",
     "nvfp4-modelopt",
     "torchao-fp8wo",
+    "torchao-int4",
 ]
 
 

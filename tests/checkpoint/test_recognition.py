@@ -54,6 +54,7 @@ SAMPLES_ALONE = {
     "mxfp4-gpt-oss": ("mxfp4", ""),
     "nvfp4-modelopt": ("modelopt", ""),
     "torchao-fp8wo": ("torchao", ""),
+    "torchao-int4": ("torchao", ""),
     "torchao-int8wo": ("torchao", ""),
 }
 

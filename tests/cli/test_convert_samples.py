@@ -26,6 +26,7 @@ REFUSED = {
         "bnb-nf4-double": "nf4",
         "gptq-4bit-g32-desc-act": "int4-32-ordered",
         "gptq-4bit-g64-asym-desc-act": "int4-64-asymmetric-ordered",
+        "torchao-int4": "int4-32-float-zeros",
     },
     "gptq": {
         "bnb-fp4": "bnb-fp4",
@@ -49,6 +50,7 @@ REFUSED = {
         "mxfp4-gpt-oss": "mxfp4",
         "nvfp4-modelopt": "nvfp4",
         "torchao-fp8wo": "fp8-weight",
+        "torchao-int4": "int4-32-float-zeros",
     },
 }
 # All others run with --complete.

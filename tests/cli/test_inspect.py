@@ -161,6 +161,7 @@ SAMPLES_OF_LIBRARIES = {
     "mxfp4-gpt-oss": "mxfp4",
     "nvfp4-modelopt": "modelopt (NVFP4)",
     "torchao-fp8wo": "torchao",
+    "torchao-int4": "torchao",
     "torchao-int8wo": "torchao",
 }
 
