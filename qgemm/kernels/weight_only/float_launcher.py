@@ -4,10 +4,9 @@
   ``_few_rows_kernel``). With more rows, or from 17 rows on where that is faster: tiles that unpack the weight between
   shared memory and the tensor cores (``_tiles_kernel``).
 - Any other GPU, and what Hopper's kernels don't accept: plain Triton up to 64 rows; for more rows, the weight is
-  dequantized for the call and PyTorch multiplies. Hopper's kernels don't accept float32, float zero points, groups that
-  aren't a multiple of 16, and K or strides that aren't a multiple of 16 bytes. Tiles don't accept small groups other
-  than 16, 32 and 64, their scales if a row of them isn't a multiple of 4 bytes, and more than 16 rows for each value of
-  a small group.
+  dequantized for the call and PyTorch multiplies. Hopper's kernels don't accept float32, groups that aren't a multiple
+  of 16, and K or strides that aren't a multiple of 16 bytes. Tiles don't accept small groups other than 16, 32 and 64,
+  their scales if a row of them isn't a multiple of 4 bytes, and more than 16 rows for each value of a small group.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ DEQUANTIZED_ROWS = 16
 PANEL = 64  # columns of x that are copied at a time
 VECTOR_BYTES = 16  # of a row that a thread reads, all with one scale
 SMALL_GROUPS = (16, 32, 64)  # of tiles
+WHOLE_ROW = 2**30  # a group longer than any row, where one scale of a row can't be left to the sums
 WORD = 4  # bytes
 MAX_KEPT_SUMS = 2**21  # float32 in memory that a stream keeps; with more, a product takes longer than an allocation
 MAX_ROWS_BY_GROUP = 16  # for each value of a small group; with more rows, a float weight is faster
@@ -126,6 +126,8 @@ def _as_read(weight: ScaledWeight) -> tuple[Tensor, Tensor, Tensor | None, Tenso
 
 def _form(format: str, group: int, zero_point: Tensor | None) -> StoredForm:
     float_zeros = zero_point is not None and zero_point.is_floating_point()
+    if float_zeros:
+        group = group or WHOLE_ROW
     return StoredForm(format, group, has_zeros=zero_point is not None, float_zeros=float_zeros)
 
 
@@ -284,6 +286,7 @@ def _make_plan(
             return Plan((M, N), few_rows_launch(few_rows, form, M, N, K, strides, limits))
         if fits_tiles:
             exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
+            exact = exact and (not form.float_zeros or zero_point is None or zero_point.dtype == x.dtype)
             config = select_tiles(M, N, K, form, limits, exact)
             if config.shared and x.is_cuda:
                 memory.keep_graph_counts(x.get_device())
@@ -294,8 +297,6 @@ def _make_plan(
 
 
 def _fits_hopper(form: StoredForm, x: Tensor, weight: Tensor) -> bool:
-    if form.float_zeros:
-        return False
     if x.dtype not in (torch.float16, torch.bfloat16):
         return False
     if form.group % VECTOR_BYTES:
@@ -307,7 +308,7 @@ def _fits_hopper(form: StoredForm, x: Tensor, weight: Tensor) -> bool:
 
 def _reads_pairs(form: StoredForm, K: int, scale: Tensor) -> bool:
     """Whether the scales of a block's two halves are 32 bits that may be loaded together."""
-    if form.bits == 8 or form.group != BLOCK_BYTES or K % form.block:
+    if form.bits == 8 or form.group != BLOCK_BYTES or form.float_zeros or K % form.block:
         return False
     return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0
 
