@@ -32,6 +32,7 @@ class TensorScheme:
       of ``block`` rows and columns; ``group_size`` are its columns.
     - ``dynamic``: whether the scale is found from the values at run time.
     - ``symmetric``: whether 0 is stored as 0, with no zero point.
+    - ``float_zeros``: whether zero points of a weight are floats, which are added after values are scaled.
     - ``outlier_columns``: how many columns of an activation are kept out of it, in 16 bits, with those of the weight.
     - ``rotation``: what an activation is multiplied by before it is quantized, ``"hadamard"``, or None.
     - ``scale_dtype``: what scales are rounded to as a weight is quantized, one of ``qgemm.numerics.groups``. Those of a
@@ -49,6 +50,7 @@ class TensorScheme:
     scale_dtype: ScaleDtype = "float32"
     block: tuple[int, int] | None = None
     is_ordered: bool = False
+    float_zeros: bool = False
 
     def __post_init__(self) -> None:
         """JSON has no tuples."""
@@ -59,7 +61,9 @@ class TensorScheme:
     def format(self) -> Format:
         """The number format of its values."""
         form = FORMATS[self.dtype]
-        return form if self.symmetric else form.asymmetric
+        if self.symmetric:
+            return form
+        return form.with_float_zeros if self.float_zeros else form.asymmetric
 
     def is_stored_as(self, other: TensorScheme) -> bool:
         """Whether a tensor of the ``other`` scheme is one of this, too, as it is: scales may be of other rounding."""
@@ -75,7 +79,7 @@ class TensorScheme:
         return values
 
 
-_RARE = ("outlier_columns", "rotation", "scale_dtype", "block", "is_ordered")
+_RARE = ("outlier_columns", "rotation", "scale_dtype", "block", "is_ordered", "float_zeros")
 
 
 @dataclass(frozen=True)
@@ -161,11 +165,11 @@ class QuantScheme:
         - ``int8`` for all schemes of int8 by int8: scales at run time, without rotation or columns in float.
         - ``fp8`` for ``fp8`` and ``fp8-static``; ``fp8-block`` is itself.
         - The weight's own, with activations in float, for all others: ``int4`` for ``int4-int8``, ``mxfp4`` itself.
-          Groups are in the order of the input.
+          Groups are in the order of the input, and zero points are whole numbers.
         """
         if self.is_weight_only or self.weight.dtype == "int4":
             plain = replace(self.weight, scale_dtype=_scale_dtype(self.weight)) if self.activation else self.weight
-            return _scheme(replace(plain, is_ordered=False), None)
+            return _scheme(replace(plain, is_ordered=False, float_zeros=False), None)
         if self.weight.granularity == "block":
             return self
         return SCHEMES[self.weight.dtype]
@@ -213,7 +217,7 @@ def _weight_name(weight: TensorScheme) -> str:
         parts += ["channel"] if weight.format.bits == 4 else []
     elif weight.group_size != _GROUP_SIZES.get(weight.dtype):
         parts.append(str(weight.group_size))
-    parts += [] if weight.symmetric else ["asymmetric"]
+    parts += [] if weight.symmetric else ["float-zeros" if weight.float_zeros else "asymmetric"]
     parts += ["ordered"] if weight.is_ordered else []
     return "-".join(parts)
 
@@ -247,10 +251,10 @@ INT8_TOKENS = TensorScheme("int8", "token", dynamic=True)
 """Activations of 8 bits with a scale a token, found at run time."""
 
 
-def _weight(dtype: str, size: int | None, symmetric: bool = True, is_ordered: bool = False) -> TensorScheme:
+def _weight(dtype: str, size: int | None) -> TensorScheme:
     """A weight with a scale for each group of ``size`` values; None for one for each channel."""
     granularity: Granularity = "channel" if size is None else "group"
-    weight = TensorScheme(dtype, granularity, symmetric=symmetric, group_size=size, is_ordered=is_ordered)
+    weight = TensorScheme(dtype, granularity, group_size=size)
     return replace(weight, scale_dtype=_scale_dtype(weight))
 
 
@@ -299,15 +303,16 @@ The others have weights alone quantized; products are in float:
 
 Of a family: ``int8-outliers-16`` and ``int8-static-outliers-16`` keep the largest 16 columns of activations in float,
 or any other multiple of 16. ``int4-32``, ``int8-weight-128``, ``nf4-32`` and ``bnb-fp4-32`` have groups of that many
-values, any multiple of 16. int4 and int8-weight go on with ``-asymmetric`` for weights with zero points, and then
-``-ordered`` for groups of columns in an order of their own (act-order). int4 goes on with ``-int8`` for int8
+values, any multiple of 16. int4 and int8-weight go on with ``-asymmetric`` for weights with zero points in whole
+numbers, ``(q - z) * s``, or ``-float-zeros`` for those in floats, ``q * s + z``; and then ``-ordered`` for groups of
+columns in an order of their own (act-order). int4 without float zero points goes on with ``-int8`` for int8
 activations.
 """
 
 _OUTLIERS = re.compile(r"(.+)-outliers-([1-9][0-9]{1,4})")
 _WEIGHTS = re.compile(
     f"({'|'.join(('int4', 'int8-weight', *_CODEBOOKS))})"
-    "(?:-(channel|[1-9][0-9]{1,5}))?(-asymmetric)?(-ordered)?(-int8)?"
+    "(?:-(channel|[1-9][0-9]{1,5}))?(-asymmetric|-float-zeros)?(-ordered)?(-int8)?"
 )
 
 
@@ -354,6 +359,8 @@ def _meant(scheme: str | QuantScheme) -> str:
         return f" (did you mean {name.replace('-' + match[2], '', 1)!r}, whose groups have {match[2]} values?);"
     if name in _INSTEAD:
         return f" ({_INSTEAD[name]});"
+    if match is not None and match[3] == "-float-zeros" and match[5]:
+        return " (float zero points are for activations in float: leave '-int8' out, or take '-asymmetric');"
     near = difflib.get_close_matches(name, [*SCHEMES, "int4-int8", *_BITS], len(SCHEMES), cutoff=0.8)
     best = max(near, key=lambda each: _likeness(name, each), default=None)
     return ";" if best is None else f" (did you mean {_BITS.get(best, best)!r}?);"
@@ -376,10 +383,12 @@ def _find(name: str) -> QuantScheme | None:
             return None
     if (match := _WEIGHTS.fullmatch(name)) is None:
         return None
-    base_name, finely, asymmetric, ordered, by_int8 = match.groups()
+    base_name, finely, zeros, ordered, by_int8 = match.groups()
     dtype = base_name.removesuffix("-weight")
     size = _GROUP_SIZES.get(dtype) if finely is None else None if finely == "channel" else int(finely)
-    weight, activation = _weight(dtype, size, not asymmetric, bool(ordered)), INT8_TOKENS if by_int8 else None
+    float_zeros, activation = zeros == "-float-zeros", INT8_TOKENS if by_int8 else None
+    weight = replace(_weight(dtype, size), symmetric=not zeros, float_zeros=float_zeros, is_ordered=bool(ordered))
     found = _scheme(replace(weight, scale_dtype=_scale_dtype(weight, activation)), activation)
-    is_one = (size or 16) % 16 == 0 and not (dtype in _CODEBOOKS and (asymmetric or ordered or size is None))
-    return found if is_one and found.name == name and (dtype == "int4" or not by_int8) else None
+    is_one = (size or 16) % 16 == 0 and not (dtype in _CODEBOOKS and (zeros or ordered or size is None))
+    is_one = is_one and not (by_int8 and (dtype != "int4" or float_zeros))
+    return found if is_one and found.name == name else None

@@ -10,7 +10,8 @@
 | fp4 | ``weight_packed`` or ``weight`` uint8 ``[N, K / 2]`` with ``weight_scale``; of experts ``..._blocks`` |
 | GPTQ | ``qweight`` int32 ``[K * bits / 32, N]`` with ``scales`` ``[groups, N]`` and ``qzeros`` |
 | AWQ | ``qweight`` int32 ``[K, N * bits / 32]`` with the same |
-| torchao | ``_weight_qdata`` int8 or float8 ``[N, K]`` with ``_weight_scale`` |
+| HQQ | ``W_q`` uint8 with ``scale``, ``zero`` and ``shape`` |
+| torchao | ``_weight_qdata`` int8 or float8 ``[N, K]`` with ``_weight_scale``; in 4 bits packed, as a reader knows |
 """
 
 from __future__ import annotations

@@ -20,7 +20,12 @@ def experts_name(name: str) -> str:
         return "int8"
     if name in ("fp8", "fp8-static"):
         return "fp8"
-    return name.removesuffix("-int8").removesuffix("-ordered")
+    return name.removesuffix("-int8").removesuffix("-ordered").replace("float-zeros", "asymmetric")
+
+
+def test_float_zero_points_are_for_activations_in_float() -> None:
+    with pytest.raises(ValueError, match=r"float zero points are for activations in float: leave '-int8' out, or take"):
+        resolve_scheme("int4-32-float-zeros-int8")
 
 
 def test_experts_of_int8_activations_by_int4_compute_in_float() -> None:
@@ -32,7 +37,8 @@ def test_what_a_scheme_asks_for_is_in_its_name(name: str) -> None:
     scheme = resolve_scheme(name)
     assert scheme.name == name
     assert scheme.is_static == ("static" in name)
-    assert (scheme.has_zero_point or not scheme.weight.symmetric) == ("asymmetric" in name)
+    assert (scheme.has_zero_point or not scheme.weight.symmetric) == bool(re.search("asymmetric|float-zeros", name))
+    assert scheme.weight.float_zeros == ("float-zeros" in name)
     assert scheme.has_zero_point == (name == "int8-static-asymmetric")
     assert scheme.rotates == ("hadamard" in name)
     assert scheme.outlier_columns == (int(name.rpartition("-")[2]) if "outliers" in name else 0)
@@ -50,7 +56,8 @@ def test_what_a_scheme_asks_for_is_in_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["int4-16", "int4-64-asymmetric", "int4-channel-ordered", "int4-int8", "int4-channel-asymmetric-int8", "int4-1024"]
-    + ["int8-weight-asymmetric", "int8-weight-32-ordered", "nf4-32", "bnb-fp4-32", "fp8", "fp8-static", "fp8-block"],
+    + ["int8-weight-float-zeros", "int4-channel-float-zeros-ordered", "int8-weight-asymmetric"]
+    + ["int8-weight-32-ordered", "nf4-32", "bnb-fp4-32", "fp8", "fp8-static", "fp8-block"],
 )
 def test_families(name: str) -> None:
     scheme = resolve_scheme(name)
@@ -106,6 +113,7 @@ def test_columns_come_by_the_sixteen(count: int) -> None:
         "int8-weight-channel",
     ]
     + ["nf4-64", "nf4-channel", "nf4-asymmetric", "bnb-fp4-64", "bnb-fp4-channel", "bnb-fp4-ordered", "bnb-nf4", "fp4"]
+    + ["int4-asymmetric-float-zeros", "int4-ordered-float-zeros", "nf4-float-zeros", "fp8-weight-float-zeros"]
     + ["nf4-int8", "bnb-fp4-int8", "mxfp4-16", "fp8-weight-asymmetric", "int4-hadamard"],
 )
 def test_names_that_are_none(name: str) -> None:

@@ -272,10 +272,12 @@ def test_damaged_values_are_found(scheme: str, tmp_path: Path) -> None:
                     load(tmp_path)
     if getattr(layer, "weight_zero_point", None) is not None and resolve_scheme(scheme).weight.format.bits == 4:
         # int8 holds them, but kernels keep q - z in 8 bits: a value of 4 bits less this one would come out positive.
-        wrong = torch.full_like(stored[f"{name}.weight_zero_point"], 127)
+        is_float = resolve_scheme(scheme).weight.float_zeros
+        wrong = torch.full_like(stored[f"{name}.weight_zero_point"], torch.inf if is_float else 127)
+        message = "weight_zero_point holds NaN" if is_float else "weight_zero_point go from 127 to 127; .* from -8 to 8"
         rewrite_file(path, {**stored, f"{name}.weight_zero_point": wrong})
         for load in (qgemm.load_quantized, type(model).from_pretrained):
-            with pytest.raises(qgemm.CheckpointError, match=r"weight_zero_point go from 127 to 127; .* from -8 to 8"):
+            with pytest.raises(qgemm.CheckpointError, match=message):
                 load(tmp_path)
 
 

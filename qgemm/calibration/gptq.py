@@ -98,6 +98,8 @@ def gptq(
     columns = weight.detach().to(dtype).t()[order].contiguous()
     scales, zero = _by_column(scale.to(dtype), scheme.group_size, order), zero_points(weight, scheme)
     zeros = None if zero is None else _by_column(zero.to(dtype), scheme.group_size, order)
+    if zeros is not None and scheme.float_zeros:
+        columns, zeros = columns - torch.stack(zeros), None
     values = _round_columns(columns, factor.to(dtype), scales, zeros, scheme.format, block_size)
     quantized = QuantizedWeight(torch.empty(N, K, dtype=values.dtype, device=weight.device), scale, zero)
     quantized.values[:, order] = values.t()

@@ -44,9 +44,11 @@ _MAX_NUMBER = 1 << 53
 class QuantizedWeight:
     """A weight ``[N, K]`` that a method has quantized; it stands for ``(values - zero_point) * scale``.
 
+    With a float zero point it stands for ``values * scale + zero_point``.
+
     - ``values``: ``[N, K]``, in the format of the scheme's weights.
     - ``scale``: float32 ``[N]``, or ``[N, ceil(K / group_size)]`` for a scheme with groups along K.
-    - ``zero_point``: int8 with the shape of ``scale``, for a scheme with asymmetric weights; else None.
+    - ``zero_point``: with the shape of ``scale``, for a scheme that has some: int8, or floats as they are stored.
     """
 
     values: Tensor

@@ -53,7 +53,7 @@ def nearest_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> Tensor:
 
 
 def zero_points(weight: Tensor, scheme: TensorScheme) -> Tensor | None:
-    """The zero points of a float weight, int8 with the shape of its scale; None for a symmetric scheme.
+    """The zero points of a float weight, as they are stored, in the shape of its scale; None for a symmetric scheme.
 
     They are those of the plain scale: a multiple of the scale covers the same multiple of the range.
     """
@@ -117,11 +117,13 @@ def round_by_mse(weight: Tensor, second_moment: Tensor | None, scheme: TensorSch
 def dequantize(
     quantized: QuantizedWeight, scheme: TensorScheme = INT8_ROWS, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """``(values - zero_point) * scale``, ``[N, K]`` in ``dtype``."""
+    """What a quantized weight stands for, ``[N, K]`` in ``dtype``."""
     values, size = scheme.format.to_float(quantized.values).to(dtype), scheme.group_size
-    if quantized.zero_point is not None:
-        values = values - expand_scale(quantized.zero_point, size, values.shape[1])
-    return values * expand_scale(quantized.scale, size, values.shape[1]).to(dtype)
+    scale = expand_scale(quantized.scale, size, values.shape[1]).to(dtype)
+    if quantized.zero_point is None:
+        return values * scale
+    zero = expand_scale(quantized.zero_point, size, values.shape[1])
+    return values * scale + zero if scheme.float_zeros else (values - zero) * scale
 
 
 def expand_scale(scale: Tensor, group_size: int | None, K: int) -> Tensor:
@@ -243,6 +245,9 @@ class _Search:
 
 def _rounding_error(groups: Tensor, scale: Tensor, zero: Tensor, form: Format) -> Tensor:
     """The error of rounding ``groups [N, groups, size]`` with ``scale`` and ``zero [N, groups]``."""
+    if form.float_zeros:
+        rest = groups - zero[..., None]
+        return form.nearest_(rest / scale[..., None]).mul_(scale[..., None]).sub_(rest)
     quotients = groups / scale[..., None]
     if form.has_zero_point:
         rounded = form.nearest_(quotients.round_().add_(zero[..., None])).sub_(zero[..., None])

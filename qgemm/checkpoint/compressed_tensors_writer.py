@@ -51,7 +51,9 @@ _SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 def format_of(scheme: QuantScheme) -> str | None:
     """The library's format for layers of ``scheme``; None if it has none."""
     weight = scheme.weight
-    if weight.is_ordered or scheme.rotates or scheme.outlier_columns or weight.format.has_codebook:
+    if weight.is_ordered or weight.float_zeros or weight.format.has_codebook:
+        return None
+    if scheme.rotates or scheme.outlier_columns:
         return None
     if weight.scale_dtype in _SCALE_DTYPES:
         return NVFP4 if weight.scale_dtype == "e4m3" else MXFP4 if weight.dtype == "fp4" else MXFP8

@@ -19,6 +19,7 @@ from qgemm.checkpoint import (
     fp8,
     gpt_oss,
     gptq,
+    hqq,
     modelopt,
     torchao,
 )
@@ -55,6 +56,7 @@ _READERS = {
     auto_round.QUANT_METHOD: auto_round.read,
     auto_round.OLD_METHOD: auto_round.read,
     torchao.QUANT_METHOD: torchao.read,
+    hqq.QUANT_METHOD: hqq.read,
     fp8.QUANT_METHOD: fp8.read,
     fp8.FBGEMM: fp8.read_fbgemm,
     modelopt.QUANT_METHOD: modelopt.read,
@@ -81,8 +83,8 @@ _TRANSFORMS = ("transform_config", "rotation_config", "spinquant_config", "hadam
 _NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.json is the one of this checkpoint"
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', "
-    "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8), 'fp8', 'fbgemm_fp8', 'modelopt', 'mxfp4' (GPT-OSS), "
-    "'bitnet'"
+    "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8, int4), 'hqq' (4 and 8 bits), 'fp8', 'fbgemm_fp8', "
+    "'modelopt', 'mxfp4' (GPT-OSS), 'bitnet'"
 )
 
 

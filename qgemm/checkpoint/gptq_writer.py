@@ -33,7 +33,8 @@ from qgemm.scheme import QuantScheme
 
 def can_store(scheme: QuantScheme) -> bool:
     """Whether GPTQ's format can hold layers of ``scheme``."""
-    return scheme.is_weight_only and scheme.weight.dtype in ("int4", "int8")
+    weight = scheme.weight
+    return scheme.is_weight_only and weight.dtype in ("int4", "int8") and not weight.float_zeros
 
 
 def tensors_to_write(

@@ -89,7 +89,9 @@ class PackedLayer:
         return f"{self.name}.{leaf}"
 
 
-def integers_scheme(bits: int, group_size: int | None, symmetric: bool, ordered: bool = False) -> QuantScheme:
+def integers_scheme(
+    bits: int, group_size: int | None, symmetric: bool, ordered: bool = False, float_zeros: bool = False
+) -> QuantScheme:
     """The scheme for weights in whole numbers of 4 or 8 bits, with activations in float; ``group_size`` None is a row.
 
     Raises ``ValueError`` for groups that no scheme has.
@@ -99,7 +101,7 @@ def integers_scheme(bits: int, group_size: int | None, symmetric: bool, ordered:
         parts += ["channel"] if bits == 4 else []
     elif (bits, group_size) != (4, 128):
         parts.append(str(group_size))
-    parts += [] if symmetric else ["asymmetric"]
+    parts += [] if symmetric else ["float-zeros" if float_zeros else "asymmetric"]
     parts += ["ordered"] if ordered else []
     return resolve_scheme("-".join(parts))
 

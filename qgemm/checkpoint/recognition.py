@@ -20,6 +20,7 @@ from qgemm.checkpoint import (
     fp8,
     gpt_oss,
     gptq,
+    hqq,
     modelopt,
     torchao,
 )
@@ -87,6 +88,8 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
         return Recognized(compressed_tensors_groups.QUANT_METHOD, "packed", unsaid=_ACTIVATIONS)
     if "_weight_qdata" in leaves:
         return Recognized(torchao.QUANT_METHOD)
+    if hqq.WEIGHT in leaves:
+        return Recognized(hqq.QUANT_METHOD)
     if "SCB" in leaves:
         return Recognized(bitsandbytes.QUANT_METHOD, "int8")
     if any(STATE in name for name in stored):

@@ -1,4 +1,4 @@
-"""Checkpoints of torchao in safetensors files: int8 and fp8 weights, alone or with activations quantized at run time.
+"""Checkpoints of torchao in safetensors files: int8, fp8 and int4 weights, some with activations quantized at run time.
 
 A weight is a tensor of one of torchao's classes. The file's metadata has its class and attributes, as JSON under its
 name ``<module>.weight``, and the files contain its parts:
@@ -7,7 +7,7 @@ name ``<module>.weight``, and the files contain its parts:
 - ``<module>._weight_scale``: ``[N, 1]``, or ``[1, 1]`` for the whole tensor; for int8 also ``[N, groups]``;
 - ``<module>._weight_zero_point``: int8 of the same shape, for int8.
 
-``Int4Tensor``, which has float zero points, isn't read, nor are layouts made for a single kernel.
+``torchao_int4.py`` has the classes of 4 bits with float zero points.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qgemm.checkpoint import torchao_int4
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.packed_layers import integers_scheme
@@ -38,8 +39,8 @@ _QDATA, _ZERO_POINT = "_weight_qdata", "_weight_zero_point"
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """Reads the contents of a checkpoint whose files' metadata describe their tensors.
 
-    Raises ``CheckpointError``, naming the layer, for classes other than those in ``_FORMATS``, and for activations that
-    aren't quantized row by row.
+    Raises ``CheckpointError``, naming the layer, for classes that aren't read, and for activations that are quantized
+    otherwise than row by row.
     """
     contents = Contents.of_files(stored)
     metadata = {path: read_metadata(path) for path in {tensor.path for tensor in stored.values()}}
@@ -50,7 +51,14 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         layer, leaf = split_name(name)
         if leaf == _QDATA:
             about = _parse(metadata[tensor.path], layer, tensor.path)
-            _note(contents, layer, about, symmetric.get(f"{layer}.{_ZERO_POINT}", True))
+            if f"{layer}._weight_act_pre_scale" in stored:
+                raise unsupported(
+                    f"{tensor.path}: {layer}._weight_act_pre_scale is of AWQ or SmoothQuant, which qgemm doesn't read"
+                )
+            note = torchao_int4.NOTES.get(about["_type"], _note)
+            note(contents, layer, about, symmetric.get(f"{layer}.{_ZERO_POINT}", True))
+            if _dtype_name(about.get("activation_dtype")) not in (None, "bfloat16"):
+                contents.note("activations stay in float, where the checkpoint asks for fp8")
         elif leaf.startswith("_") and leaf.endswith("_qdata"):
             raise CheckpointError(f"{tensor.path}: {name} is of a parameter that qgemm doesn't run quantized")
     return contents
@@ -63,20 +71,19 @@ def _parse(metadata: dict[str, str], layer: str, path: Path) -> dict[str, Any]:
         kind, data = about["_type"], dict(about["_data"])
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: its metadata don't say what {layer}.weight is") from error
-    if not isinstance(kind, str) or kind not in _FORMATS:
-        raise unsupported(f"{path}: {layer}.weight is torchao's {kind!r}; qgemm reads {' and '.join(_FORMATS)}")
+    known = [*_FORMATS, *torchao_int4.NOTES]
+    if not isinstance(kind, str) or kind not in known:
+        raise unsupported(f"{path}: {layer}.weight is torchao's {kind!r}; qgemm reads {', '.join(known)}")
     return {**data, "_type": kind}
 
 
 def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool) -> None:
     stored = contents.stored
-    names = {leaf: f"{layer}._weight_{leaf}" for leaf in ("qdata", "scale", "zero_point", "act_pre_scale")}
+    names = {leaf: f"{layer}._weight_{leaf}" for leaf in ("qdata", "scale", "zero_point")}
     weight, scale = stored[names["qdata"]], stored.get(names["scale"])
     form, path = _FORMATS[about["_type"]], weight.path
     if weight.dtype != form.storage or len(weight.shape) != 2:
         raise unfit(path, names["qdata"], weight, f"{form.storage}, [N, K]")
-    if names["act_pre_scale"] in stored:
-        raise unsupported(f"{path}: {names['act_pre_scale']} is of AWQ or SmoothQuant, which qgemm doesn't read")
     N, K = weight.shape
     bits, by_row = _bits(about, layer, path), _rounds_rows(contents, about, layer, path)
     shapes = [(N, 1), (1, 1), (N,), (1,), ()]
@@ -127,11 +134,14 @@ def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool
 def _bits(about: dict[str, Any], layer: str, path: Path) -> int:
     if about["_type"] != _INTX:
         return 8
-    target = about.get("target_dtype")
-    name = target.get("_data") if isinstance(target, dict) else None
+    name = _dtype_name(about.get("target_dtype"))
     if name not in ("int4", "int8"):
         raise unsupported(f"{path}: {layer} has values of {name!r}; qgemm reads int4 and int8")
     return 4 if name == "int4" else 8
+
+
+def _dtype_name(value: object) -> object:
+    return value.get("_data") if isinstance(value, dict) else None
 
 
 def _group_size(about: dict[str, Any], K: int) -> int | None:

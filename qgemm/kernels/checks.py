@@ -258,7 +258,7 @@ def check_weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor |
     for name, tensor, dtypes, shape in (
         ("weight", values, (stored,), (N, columns)),
         ("scale", scale, GROUP_SCALE_DTYPES, (N, scales)),
-        ("zero_point", zero_point, (torch.int8,), (N, scales)),
+        ("zero_point", zero_point, (torch.int8, *FLOAT_DTYPES), (N, scales)),
         ("global_scale", global_scale, (torch.float32,), (2,)),
         ("input_order", input_order, (torch.int32,), (in_features,)),
         ("step", step, (torch.float32,), (N,)),
@@ -275,6 +275,12 @@ def check_weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor |
         raise ValueError(f"scale is {scale.dtype}; with int8_activations it must be {names_of(FLOAT_DTYPES)}")
     if has_int8:
         check_length(min(group_size, in_features))
+    if zero_point is not None and zero_point.is_floating_point():
+        if has_int8 or format not in ("int4", "int8") or scale.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"zero_point is {zero_point.dtype}; floats are for int4 and int8 with float scales, and without "
+                "int8_activations"
+            )
     if step is not None and not (has_int8 and zero_point is None):
         raise ValueError("step is for int8_activations, and weights without a zero_point: leave it out")
     _check_bias(bias, N)

@@ -17,14 +17,20 @@ from qgemm.numerics.groups import dequantize, to_input_order_
 
 
 class ScaledWeight(NamedTuple):
-    """``W [N, K]`` with ``W[:, input_order] = (q - zero_point) * scale``, ``K`` being ``in_features``, and a bias."""
+    """``W [N, K]`` with ``W[:, input_order] = (q - zero_point) * scale``, ``K`` being ``in_features``, and a bias.
+
+    With a float zero point it is ``q * scale + zero_point``.
+    """
 
     values: Tensor
     """In ``format``, as ``numerics.groups`` stores them: ``[N, K]``, or ``[N, packed_width(K)]`` for 4 bits."""
     scale: Tensor
     """``[N, ceil(K / group_size)]``: float, uint8 exponents, or float8 with a global scale."""
     zero_point: Tensor | None
-    """int8, like the scales; for 4 bits from -8 to 8: products with int8 activations keep differences in 8 bits."""
+    """Like the scales, int8; for 4 bits from -8 to 8: products with int8 activations keep differences in 8 bits.
+
+    Or float, for int4 and int8 with float scales and activations.
+    """
     global_scale: Tensor | None
     """float32 ``[2]``, a factor and a divisor."""
     input_order: Tensor | None

@@ -18,6 +18,8 @@ class StoredForm:
     """How many values share a scale; 0 if all of a row do."""
     has_zeros: bool = False
     """Whether there are zero points."""
+    float_zeros: bool = False
+    """Whether they are floats, which are added to the scaled values."""
     paired: bool = False
     """Whether the scales of a block's two halves are 32 bits that may be loaded together."""
 
@@ -32,9 +34,14 @@ class StoredForm:
         return FORMATS[self.name].bits
 
     @property
-    def scales_values(self) -> bool:
-        """Whether groups are so small that scales multiply the values instead of sums of products."""
+    def has_small_groups(self) -> bool:
+        """Whether half a block has several groups."""
         return self.group % BLOCK_BYTES > 0
+
+    @property
+    def scales_values(self) -> bool:
+        """Whether scales multiply the values instead of sums of products: of small groups, and with float zeros."""
+        return self.has_small_groups or self.float_zeros
 
     @property
     def block(self) -> int:

@@ -17,6 +17,7 @@ from torch.fx import Proxy
 from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.numerics.formats import INT8
+from qgemm.numerics.groups import SCALE_DTYPES
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.zero_points import ZERO_POINTS, is_zero_point
 from qgemm.ops.direct import check_is_tensor
@@ -142,7 +143,7 @@ class LinearLayer(QuantLayer):
         """Raises ``ValueError`` unless this is a weight of the layer's size and format, with scales above 0.
 
         ``values``: ``[N, K]``; ``scale``: float32 ``[N]``, or ``[N, groups]`` for a scheme with groups; ``zero_point``:
-        int8 in the shape of ``scale``, for an asymmetric weight.
+        in the shape of ``scale``, for a weight that has some: int8, or for float zero points the scales' stored dtype.
         """
         form, size = self.scheme.weight.format, self.scheme.weight.group_size
         shape = [self.out_features, self.in_features]
@@ -155,9 +156,11 @@ class LinearLayer(QuantLayer):
         if form.has_zero_point != (zero_point is not None):
             wants = "needs zero points" if form.has_zero_point else "takes no zero points"
             raise ValueError(f"scheme {self.scheme.name!r} {wants} with weight's values and scale")
-        if zero_point is not None and (zero_point.dtype != torch.int8 or list(zero_point.shape) != scale_shape):
-            found = f"{zero_point.dtype} {list(zero_point.shape)}"
-            raise ValueError(f"weight's zero point is {found}; it must be int8 {scale_shape}")
+        if zero_point is not None:
+            dtype = SCALE_DTYPES[self.scheme.weight.scale_dtype] if form.float_zeros else torch.int8
+            if zero_point.dtype != dtype or list(zero_point.shape) != scale_shape:
+                found, wanted = f"{zero_point.dtype} {list(zero_point.shape)}", str(dtype).removeprefix("torch.")
+                raise ValueError(f"weight's zero point is {found}; it must be {wanted} {scale_shape}")
         if values.device.type == "meta" or scale.device.type == "meta":
             raise ValueError("weight is on meta, without values: pass the rounded values")
         if values.numel():
@@ -217,8 +220,8 @@ class LinearLayer(QuantLayer):
         - ``input_scale``: the activation's scale, for a static scheme; with its zero point for an asymmetric one.
         - ``weight``: quantized values and their scales, rounded by a method such as GPTQ:
           ``[out_features, in_features]`` of the format's ``storage``, and float32 ``[out_features]``, or
-          ``[out_features, groups]`` for a scheme with groups; for an asymmetric weight, followed by int8 zero points of
-          the scales' shape. For a rotated layer this is the rotated weight; for an ordered one, its columns are in
+          ``[out_features, groups]`` for a scheme with groups; then its zero points, if the scheme has some, of the
+          scales' shape. For a rotated layer this is the rotated weight; for an ordered one, its columns are in
           their stored order. None rounds to nearest.
         - ``outlier_columns``: int64, ascending: the columns to keep in float, for a scheme that keeps some.
 

@@ -1,7 +1,7 @@
 """``WeightOnlyLinear``: a linear layer whose weight alone is quantized, in any format; its products are in float.
 
-``y = x @ W.T + bias``, where ``W = (q - z) * s``, with one ``s`` per group of values along K, or per row. It takes 4 or
-8 bits per value, and a little for the scales.
+``y = x @ W.T + bias``, where ``W = (q - z) * s``, or ``q * s + z`` if ``z`` is a float, with one ``s`` per group of
+values along K, or per row. It takes 4 or 8 bits per value, and a little for the scales.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class WeightOnlyLinear(LinearLayer):
     - ``bias``: ``[out_features]`` in ``dtype``, or None.
     - ``weight_scale``: ``[out_features, groups]`` in the scheme's ``scale_dtype``: float32, float16 or bfloat16, as the
       checkpoint has it; uint8 exponents for ``mxfp4`` and ``mxfp8``; float8_e4m3fn for ``nvfp4``.
-    - ``weight_zero_point``: int8 ``[out_features, groups]`` for an asymmetric scheme; else None.
+    - ``weight_zero_point``: ``[out_features, groups]``, int8 for an asymmetric scheme, float32, float16 or bfloat16 for
+      one with float zero points; else None.
     - ``weight_global_scale``: float32 ``[2]``, a factor and a divisor for all scales, for ``nvfp4``; else None.
     - ``input_order``: int32 ``[in_features]`` for an ordered scheme; else None. Column ``j`` of the stored weight
       multiplies column ``input_order[j]`` of the input.
@@ -85,7 +86,8 @@ class WeightOnlyLinear(LinearLayer):
         self.weight_scale = frozen(torch.full(scales, unknown, dtype=stored_as, device=device))
         self.weight_zero_point = self.weight_global_scale = self.input_order = None
         if not scheme.symmetric:
-            self.weight_zero_point = frozen(torch.zeros(scales, dtype=torch.int8, device=device))
+            zeros_as = stored_as if scheme.float_zeros else torch.int8
+            self.weight_zero_point = frozen(torch.zeros(scales, dtype=zeros_as, device=device))
         if scheme.scale_dtype == "e4m3":
             self.weight_global_scale = frozen(torch.full((2,), torch.nan, dtype=torch.float32, device=device))
         if scheme.is_ordered:
@@ -144,8 +146,8 @@ class WeightOnlyLinear(LinearLayer):
             self.steps.of(self.stored("weight_scale"), MIN_ROWS_FOR_STEPS)
 
     def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        """As in ``QuantLayer``; float scales may have any of the three dtypes."""
-        if name == "weight_scale" and self.weight_scale.dtype in FLOAT_DTYPES:
+        """As in ``QuantLayer``; float scales and zero points may have any of the three dtypes."""
+        if name in ("weight_scale", "weight_zero_point") and self.stored(name).dtype in FLOAT_DTYPES:
             return dtype in FLOAT_DTYPES
         return super().accepts_dtype(name, dtype)
 
@@ -160,7 +162,7 @@ class WeightOnlyLinear(LinearLayer):
                     f"weight's scale isn't {dtype} everywhere, as the scheme {self.scheme.name!r} stores it: round it "
                     "with qgemm.numerics.groups.round_scale before values are rounded with it"
                 )
-        if zero_point is not None and (problem := _beyond(zero_point, form)):
+        if zero_point is not None and (problem := self.problem_with("weight_zero_point", zero_point)):
             raise ValueError(f"weight's zero points {problem}")
 
     def problem_with(self, name: str, value: Tensor) -> str:
@@ -174,6 +176,8 @@ class WeightOnlyLinear(LinearLayer):
             value.sort().values, torch.arange(len(value), device="cpu").to(value)
         ):
             return f"isn't an order of {self.in_features} columns: each must be there once"
+        if name == "weight_zero_point" and self.form.float_zeros:
+            return "" if bool(value.isfinite().all()) else "holds NaN or Inf"
         if name == "weight_zero_point":
             return _beyond(value, self.form)
         return super().problem_with(name, value)
@@ -193,7 +197,7 @@ class WeightOnlyLinear(LinearLayer):
     def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Values of the format ``[n, K]``, and scales, float32 ``[n, groups]``, or ``[n]`` for a scale per channel.
 
-        For an asymmetric scheme, int8 zero points of the scales' shape come third.
+        Zero points of the scales' shape come third, if the scheme has some.
         """
         step = max(_PIECE // max(self.in_features, 1), 1)
         values, *others = map(joined_rows, zip(*map(self._round_piece, weight.split(step)), strict=True))
@@ -206,7 +210,7 @@ class WeightOnlyLinear(LinearLayer):
         return [each for each in made if each is not None]
 
     def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
-        """``weight``, ``weight_scale`` and, for an asymmetric scheme, ``weight_zero_point``."""
+        """``weight``, ``weight_scale`` and, if the scheme has zero points, ``weight_zero_point``."""
         shape = values.shape[0], cdiv(self.in_features, self.group_size)
         stored = groups.store_scale(scale.reshape(shape), self.scheme.weight.scale_dtype, self.weight_global_scale)
         made = {"weight": groups.store_values(values, self.form), "weight_scale": stored.contiguous()}
@@ -215,7 +219,7 @@ class WeightOnlyLinear(LinearLayer):
         return made
 
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """``(q - z) * s``, in the input's order of columns."""
+        """``(q - z) * s``, or ``q * s + z``, in the input's order of columns."""
         weight, scale = parameters["weight"], parameters["weight_scale"]
         zero_point, global_scale = parameters.get("weight_zero_point"), self.stored("weight_global_scale")
         size, K = self.group_size, self.in_features

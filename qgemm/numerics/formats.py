@@ -2,7 +2,8 @@
 
 With a scale, ``q = nearest(x / scale)`` is a value of the format, and ``q * scale`` stands for ``x``; halves round to
 even. The scale is ``amax / steps``, in float32, at least ``MIN_SCALE``; 1 where all values are 0, NaN where one is NaN
-or Inf. With a zero point ``z``, ``q = nearest(x / scale + z)`` and ``(q - z) * scale`` stands for ``x``.
+or Inf. With a zero point ``z``, ``q = nearest(x / scale + z)`` and ``(q - z) * scale`` stands for ``x``; with one that
+is a float, ``q = nearest((x - z) / scale)``, and ``q * scale + z``.
 
 A value of 4 bits has a code, 0 to 15: ``to_codes`` and ``decode``. That of an int4 is its two's complement, ``q & 15``.
 
@@ -33,7 +34,7 @@ class Format:
     - ``steps``: the scale is the largest magnitude over this; the range, where there is a zero point.
     - ``max_k``: the longest sum of products of two values that their accumulator holds, whatever they are.
     - ``table``: the value of each code, where ``storage`` holds codes. None where it holds the values.
-    - ``has_zero_point``: whether 0 is stored as a zero point.
+    - ``has_zero_point``: whether there is one; ``float_zeros``: whether it is a float, in the unit of ``x``.
     - ``nearest``: the values nearest to float32, where a formula has them, which are multiples of 1/2.
     - ``excess``: how far the largest magnitude may be beyond ``high`` under a scale that is a power of two, in whose
       place the next larger one would round all values more coarsely.
@@ -48,6 +49,7 @@ class Format:
     max_k: int = sys.maxsize
     table: tuple[float, ...] | None = None
     has_zero_point: bool = False
+    float_zeros: bool = False
     nearest: Callable[[Tensor], Tensor] | None = None
     excess: float = 1.0
 
@@ -56,6 +58,11 @@ class Format:
         """The whole numbers of as many bits, with a zero point: none has to have its opposite."""
         low = -self.high - 1
         return replace(self, low=low, steps=self.high - low, has_zero_point=True)
+
+    @cached_property
+    def with_float_zeros(self) -> Format:
+        """The same with zero points that are floats."""
+        return replace(self.asymmetric, float_zeros=True)
 
     @property
     def has_codebook(self) -> bool:

@@ -1,7 +1,8 @@
 """Groups along K, each with a scale and perhaps a zero point: how a weight is rounded, and what its values stand for.
 
 ``W = (q - z) * s``, where ``s`` belongs to ``group_size`` values along K, or to a whole row. If K isn't a multiple of
-the group size, the last group of each row is shorter.
+the group size, the last group of each row is shorter. The dtype of ``z`` tells what it is: int8 as above; a float one
+is added to the scaled values, ``W = q * s + z``, as torchao's int4 has it.
 
 A scale is stored in one of these dtypes: float32, float16 or bfloat16; ``e8m0``, uint8 ``e`` for ``2^(e - 127)``, where
 255 is NaN; ``e4m3``, float8 times a global scale of the weight. The global scale is a factor and a divisor,
@@ -147,10 +148,10 @@ def _nearest_steps(scale: Tensor) -> Tensor:
 def plain_scales(
     weight: Tensor, group_size: int, form: Format, dtype: str = "float32", global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales for float ``[n, K]``: ``[n, groups]``, rounded to ``dtype`` but in float32; and int8 zero points, or None.
+    """Scales for float ``[n, K]``: ``[n, groups]``, rounded to ``dtype`` but in float32; and zero points, or None.
 
-    Without zero points: ``amax / steps``. With zero points, if ``form`` has them: ``(high - low) / steps``, for a range
-    that contains 0, and ``z`` such that ``low`` is stored as the smallest value.
+    Without zero points: ``amax / steps``. With zero points, if ``form`` has them: ``(high - low) / steps``, and ``z``
+    such that ``low`` is stored as the smallest value. They are int8 for a range that contains 0; or ``dtype``, for any.
     """
     groups = grouped(weight.float(), group_size)
     if not form.has_zero_point:
@@ -159,7 +160,11 @@ def plain_scales(
         if dtype in ("e4m3", "steps"):  # groups of zeros must not affect the global scale, or the step
             scale = scale.where(amax != 0, MIN_SCALE)
         return round_scale(scale, dtype, form, global_scale), None
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    low, high = groups.amin(-1), groups.amax(-1)
+    if form.float_zeros:
+        scale = round_scale(form.scale_of(high - low), dtype, form, global_scale)
+        return scale, (low - form.low * scale.where(high > low, 0)).to(SCALE_DTYPES[dtype])
+    low, high = low.clamp(max=0), high.clamp(min=0)
     scale = round_scale(form.scale_of(high - low), dtype, form, global_scale)
     return scale, form.store(form.low - low / scale)
 
@@ -167,9 +172,12 @@ def plain_scales(
 def round_groups(weight: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int, form: Format) -> Tensor:
     """Rounds float ``[n, K]`` to nearest with scales and zero points ``[n, groups]``: values of ``form``."""
     K = weight.shape[1]
+    zeros = None if zero_point is None else spread(zero_point, group_size, K)
+    if zeros is not None and form.float_zeros:
+        return form.store((weight - zeros) / spread(scale, group_size, K))
     quotients = weight / spread(scale, group_size, K)
-    if zero_point is not None:
-        quotients = quotients.round_().add_(spread(zero_point, group_size, K))
+    if zeros is not None:
+        quotients = quotients.round_().add_(zeros)
     return form.store(quotients)
 
 
@@ -200,7 +208,7 @@ def dequantize(
     K: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The float weight ``[n, K]``: ``(q - z) * s`` in float32, or in float64 if that is ``dtype``, then in ``dtype``.
+    """The float weight ``[n, K]`` in float32, or in float64 if that is ``dtype``, then in ``dtype``.
 
     ``weight``: from ``store_values``. ``scale``: as stored, ``[n, ceil(K / group_size)]``.
     """
@@ -211,10 +219,14 @@ def dequantize(
     for start in range(0, n, step):
         part = slice(start, start + step)
         values = form.decode(unpack_codes(weight[part], K)) if form.bits == 4 else weight[part]
-        values = values.to(exact)
-        if zero_point is not None:
-            values = values.sub_(spread(zero_point[part], group_size, K))
-        out[part] = values.mul_(spread(float_scale(scale[part], global_scale), group_size, K))
+        values, scales = values.to(exact), spread(float_scale(scale[part], global_scale), group_size, K)
+        zeros = None if zero_point is None else spread(zero_point[part], group_size, K)
+        if zeros is None:
+            out[part] = values.mul_(scales)
+        elif zeros.is_floating_point():
+            out[part] = values.mul_(scales).add_(zeros)
+        else:
+            out[part] = values.sub_(zeros).mul_(scales)
     return out
 
 

@@ -29,9 +29,11 @@ USUAL = [
     "fbgemm-fp8",
     "fp8-block128",
     "gptq-4bit-g64-asym-desc-act",
+    "hqq-4bit-g64",
     "mxfp4-gpt-oss",
     "nvfp4-modelopt",
     "torchao-fp8wo",
+    "torchao-int4",
 ]
 
 

@@ -180,6 +180,7 @@ def test_many_schemes_in_one_model(tmp_path: Path) -> None:
         (200, "mxfp4", "0 has 200 input columns, not a multiple of the group size 32"),
         (256, "int8-hadamard", "0 has the scheme 'int8-hadamard', which compressed-tensors can't store"),
         (256, "nf4", "0 has the scheme 'nf4', which compressed-tensors can't store"),
+        (256, "int4-float-zeros", "0 has the scheme 'int4-float-zeros', which compressed-tensors can't store"),
     ],
 )
 def test_what_is_not_written(K: int, scheme: str, message: str, tmp_path: Path) -> None:

@@ -144,6 +144,11 @@ REFUSED: dict[str, tuple[nn.ModuleDict, str, list[str]]] = {
     "int8": (net("int8"), r"layer0 has the scheme 'int8', and GPTQ stores int4", ["int8-weight"]),
     "fp8": (net("fp8"), r"layer0 has the scheme 'fp8', and GPTQ stores int4", ["int8-weight"]),
     "nf4": (net("nf4"), r"layer0 has the scheme 'nf4'", ["int4-64", "int4-channel", "int8-weight"]),
+    "float zero points": (
+        net("int4-32-float-zeros"),
+        r"layer0 has the scheme 'int4-32-float-zeros'",
+        ["int4-64-asymmetric", "int4-channel-asymmetric", "int8-weight"],
+    ),
     "int8 columns": (net("int4-channel", K=60), r"layer0 has 60 input columns, not a multiple of 8", ["int8-weight"]),
     "no columns": (net("int8-weight", K=62), r"layer0 has 62 input columns, not a multiple of 4", []),
     "a short group": (

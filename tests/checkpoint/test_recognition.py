@@ -51,9 +51,12 @@ SAMPLES_ALONE = {
     "gptq-8bit-channel": ("gptq", ""),
     "gptq-8bit-g128-asym": ("gptq", VERSION),
     "gptq-v2-4bit-g64-asym": ("gptq", VERSION),
+    "hqq-4bit-g64": ("hqq", ""),
+    "hqq-8bit-g32": ("hqq", ""),
     "mxfp4-gpt-oss": ("mxfp4", ""),
     "nvfp4-modelopt": ("modelopt", ""),
     "torchao-fp8wo": ("torchao", ""),
+    "torchao-int4": ("torchao", ""),
     "torchao-int8wo": ("torchao", ""),
 }
 
@@ -275,7 +278,7 @@ def test_autorounds_other_layout(name: str, packing: str, tmp_path: Path) -> Non
             "awq",
             rf"quant_method is 'awq', and .* fp8's, {ACTIVATIONS}.*put the quantization_con",
         ),
-        ("gptq-4bit-g128-sym", "hqq", "quant_method is 'hqq'; the formats supported are"),
+        ("gptq-4bit-g128-sym", "vptq", "quant_method is 'vptq'; the formats supported are"),
     ],
 )
 def test_another_method_where_tensors_do_not_tell_enough(name: str, method: str, message: str, tmp_path: Path) -> None:

@@ -121,8 +121,11 @@ def test_activations_that_are_left_in_float(tmp_path: Path) -> None:
 STATIC = {"_type": "QuantizeTensorToInt8Kwargs", "_data": {"granularity": {"_type": "PerTensor"}}}
 ASYMMETRIC = {**PER_ROW, "_data": {**PER_ROW["_data"], "mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"}}}
 REFUSED: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
-    "tile-packed": ({}, attributes("Int4TilePackedTo4dTensor"), r"a.weight is torchao's 'Int4TilePackedTo4dTensor'"),
-    "plain int4": ({}, attributes("Int4Tensor"), r"is torchao's 'Int4Tensor'; qgemm reads .*, so dequantize it with"),
+    "another class": (
+        {},
+        attributes("MXTensor"),
+        r"a.weight is torchao's 'MXTensor'; qgemm reads .*, so dequantize it",
+    ),
     "no metadata": ({}, "", r"metadata don't say what a.weight is"),
     "deep metadata": ({}, "[" * 100000, r"metadata don't say what a.weight is"),
     "odd metadata": ({}, '{"_type": {}, "_data": {}}', r"a.weight is torchao's \{\}"),

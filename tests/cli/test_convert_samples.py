@@ -26,6 +26,9 @@ REFUSED = {
         "bnb-nf4-double": "nf4",
         "gptq-4bit-g32-desc-act": "int4-32-ordered",
         "gptq-4bit-g64-asym-desc-act": "int4-64-asymmetric-ordered",
+        "hqq-4bit-g64": "int4-64-float-zeros",
+        "hqq-8bit-g32": "int8-weight-32-float-zeros",
+        "torchao-int4": "int4-32-float-zeros",
     },
     "gptq": {
         "bnb-fp4": "bnb-fp4",
@@ -46,9 +49,12 @@ REFUSED = {
         "fp8-block128": "fp8-block",
         "fp8-block128-ue8m0": "fp8-block",
         "fp8-tensor-static": "fp8-static",
+        "hqq-4bit-g64": "int4-64-float-zeros",
+        "hqq-8bit-g32": "int8-weight-32-float-zeros",
         "mxfp4-gpt-oss": "mxfp4",
         "nvfp4-modelopt": "nvfp4",
         "torchao-fp8wo": "fp8-weight",
+        "torchao-int4": "int4-32-float-zeros",
     },
 }
 # All others run with --complete.

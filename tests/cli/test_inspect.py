@@ -158,9 +158,12 @@ SAMPLES_OF_LIBRARIES = {
     "gptq-8bit-channel": "gptq (8 bits)",
     "gptq-8bit-g128-asym": "gptq (8 bits, groups of 128)",
     "gptq-v2-4bit-g64-asym": "gptq (4 bits, groups of 64)",
+    "hqq-4bit-g64": "hqq",
+    "hqq-8bit-g32": "hqq",
     "mxfp4-gpt-oss": "mxfp4",
     "nvfp4-modelopt": "modelopt (NVFP4)",
     "torchao-fp8wo": "torchao",
+    "torchao-int4": "torchao",
     "torchao-int8wo": "torchao",
 }
 

@@ -12,7 +12,7 @@ from qgemm.model.selection import select_layers
 from qgemm.model.swap import put
 from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.linear_layer import InputScale, linear_weight
-from qgemm.numerics.groups import global_scale_of, round_scale
+from qgemm.numerics.groups import SCALE_DTYPES, global_scale_of, round_scale
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 EVERY_SCHEME = [
@@ -38,6 +38,7 @@ EVERY_LAYER = [
     "int4-64-asymmetric-ordered-int8",
     "int8-weight",
     "int8-weight-64-asymmetric",
+    "int4-32-float-zeros",
     "fp8-weight",
     "mxfp4",
     "mxfp8",
@@ -48,13 +49,14 @@ EVERY_LAYER = [
 """And of each format of weights, and each kind of state: zero points and an order, exponents, a global scale."""
 
 OF_WEIGHTS = ["int4-32", "int4-channel", "int4-32-asymmetric", "int4-channel-asymmetric", "int8-weight", "fp8-weight"]
+OF_WEIGHTS += ["int4-32-float-zeros", "int8-weight-float-zeros"]
 OF_WEIGHTS += ["int8-weight-64-asymmetric", "mxfp4", "mxfp8", "nvfp4", "nf4", "bnb-fp4"]
 # Whose scales are in steps, or of blocks; activations are quantized too, which rounding a weight knows nothing of.
 OF_WEIGHTS += ["int4-32-int8", "int4-64-asymmetric-int8", "fp8-block"]
 """Schemes of every format and kind of scale that a weight has."""
 
 # What each has is in another scheme, too.
-_FEW_IN_MODELS = {"int4-64-asymmetric-ordered-int8", "int8-weight-64-asymmetric", "fp8-weight"}
+_FEW_IN_MODELS = {"int4-64-asymmetric-ordered-int8", "int8-weight-64-asymmetric", "int4-32-float-zeros", "fp8-weight"}
 _FEW_IN_MODELS |= {"int8-static-hadamard", "int8-static-outliers-32", "fp8-static", "bnb-fp4"}
 
 
@@ -113,4 +115,6 @@ def decided_weight(linear: nn.Module, scheme: str) -> tuple[Tensor, ...]:
     scale = round_scale(scale, found.scale_dtype, form, unit)
     if found.symmetric:
         return values, scale
+    if found.float_zeros:
+        return values, scale, torch.randn(scale.shape).to(SCALE_DTYPES[found.scale_dtype])
     return values, scale, torch.randint(int(form.low), int(form.high) + 1, scale.shape, dtype=torch.int8)

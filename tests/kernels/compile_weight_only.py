@@ -40,6 +40,13 @@ def weight_only_cases() -> Iterator[Case]:
         ("tiles nvfp4", 128, 4096, "fp4", 16, torch.float8_e4m3fn, BF16, False),
         ("tiles int4 groups of 32", 256, 4096, "int4", 32, BF16, BF16, True),
         ("made mxfp4", 1024, 4096, "fp4", 32, torch.uint8, BF16, False),
+        ("few-floats int4", 16, 4096, "int4", 64, torch.float32, BF16, torch.float32),
+        ("few-floats int4 whole groups", 8, 4096, "int4", 128, BF16, BF16, BF16),
+        ("few-floats int8 channel", 1, 4096, "int8", 4096, HALF, HALF, HALF),
+        ("tiles-floats int4", 128, 4096, "int4", 32, torch.float32, BF16, torch.float32),
+        ("tiles-floats int4 whole groups", 64, 4096, "int4", 128, BF16, BF16, BF16),
+        ("tiles-floats int8", 300, 4096, "int8", 16, torch.float32, HALF, torch.float32),
+        ("tiles-floats int8 channel", 24, 4096, "int8", 4096, BF16, BF16, BF16),
     ):
         yield Case(
             f"weight_only {label}",
@@ -47,8 +54,10 @@ def weight_only_cases() -> Iterator[Case]:
         )
 
 
-def multiply(M: int, K: int, format: str, group: int, scale: torch.dtype, dtype: torch.dtype, zeros: bool) -> None:
-    N = 4096
+def multiply(
+    M: int, K: int, format: str, group: int, scale: torch.dtype, dtype: torch.dtype, zeros: bool | torch.dtype
+) -> None:
+    N, zero = 4096, zeros if isinstance(zeros, torch.dtype) else torch.int8
     form = FORMATS[format]
     empty = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=META)  # noqa: E731
     width, storage = (packed_width(K), torch.uint8) if form.bits == 4 else (K, form.storage)
@@ -56,7 +65,7 @@ def multiply(M: int, K: int, format: str, group: int, scale: torch.dtype, dtype:
     weight = ScaledWeight(
         empty(N, width, dtype=storage),
         empty(N, groups, dtype=scale),
-        empty(N, groups, dtype=torch.int8) if zeros else None,
+        empty(N, groups, dtype=zero) if zeros else None,
         empty(2, dtype=torch.float32) if scale == torch.float8_e4m3fn else None,
         None,
         empty(N, dtype=dtype),

@@ -13,17 +13,19 @@ from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch, float_launcher
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
-from qgemm.numerics.groups import round_scale, spread, store_scale
+from qgemm.numerics.groups import SCALE_DTYPES, round_scale, spread, store_scale
 from qgemm.numerics.packing import unpack_codes
 
 K, N = 300, 40
 KINDS = {
     "int4": ("int4", 32, "bfloat16"),
     "int4 zero points": ("int4", 128, "float16"),
+    "int4 float zeros": ("int4", 64, "bfloat16"),
     "int4 ordered": ("int4", 64, "float32"),
     "int4 channel": ("int4", K, "bfloat16"),
     "int8 channel": ("int8", K, "float32"),
     "int8 zero points": ("int8", 128, "bfloat16"),
+    "int8 channel float zeros": ("int8", K, "float16"),
     "fp8": ("fp8", K, "float32"),
     "mxfp8": ("fp8", 32, "e8m0"),
     "mxfp4": ("fp4", 32, "e8m0"),
@@ -55,6 +57,9 @@ def operands(kind: str, device: torch.device) -> tuple[dict[str, Any], Tensor]:
     zero_point = zero if "zero points" in kind else None
     exact = FORMATS[format].to_float(values).double() - (0 if zero_point is None else spread(zero, size, K))
     exact *= spread(scale, size, K).double()
+    if "float zeros" in kind:
+        zero_point = torch.randn(zero.shape, device=device).to(SCALE_DTYPES[dtype])
+        exact += spread(zero_point, size, K)
     order = torch.randperm(K, device=device).int() if "ordered" in kind else None
     arguments = {
         "values": weight,
@@ -196,6 +201,8 @@ def test_autocast_keeps_the_dtype_of_x(device: torch.device) -> None:
         ({"global_scale": lambda _: torch.ones(2)}, "scale is torch.float16, with a global_scale"),
         ({"zero_point": lambda z: z.int()}, "zero_point is torch.int32"),
         ({"zero_point": lambda z: z[1:]}, r"zero_point is torch.int8 \[39, 3\]"),
+        ({"zero_point": lambda z: z.float(), "int8_activations": lambda _: True}, "torch.float32; floats are for int4"),
+        ({"zero_point": lambda z: z.half(), "format": lambda _: "nf4"}, "zero_point is torch.float16; floats are for"),
         ({"input_order": lambda _: torch.arange(K)}, "input_order is torch.int64"),
         ({"group_size": lambda _: 0}, "group_size is 0"),
         ({"format": lambda _: "int3"}, "format is 'int3'; it must be one of"),

@@ -16,7 +16,7 @@ from qgemm.kernels.weight_only import float_launcher
 from qgemm.kernels.weight_only.config import TILES, FewRowsRing, Tiles
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
-from qgemm.numerics.groups import round_scale, spread, store_scale
+from qgemm.numerics.groups import SCALE_DTYPES, round_scale, spread, store_scale
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
 from tests.kernels.devices import H200
@@ -26,13 +26,16 @@ K, N = 1040, 200  # K: of 16 bytes in any format, and no whole number of blocks
 KINDS = {
     "int4": ("int4", 128, "bfloat16"),
     "int4 zero points": ("int4", 128, "float16"),
+    "int4 float zeros": ("int4", 128, "bfloat16"),
     "int4 groups of 32": ("int4", 32, "bfloat16"),
+    "int4 groups of 32 float zeros": ("int4", 32, "float32"),
     "int4 groups of 48": ("int4", 48, "float32"),
     "int4 groups of 384": ("int4", 384, "float32"),
     "int4 float16": ("int4", 128, "float16"),
     "int4 channel": ("int4", K, "bfloat16"),
     "int4 channel zero points": ("int4", K, "bfloat16"),
     "int8 channel": ("int8", K, "float32"),
+    "int8 channel float zeros": ("int8", K, "float16"),
     "int8 zero points": ("int8", 128, "bfloat16"),
     "fp8": ("fp8", K, "float32"),
     "mxfp8": ("fp8", 32, "e8m0"),
@@ -137,6 +140,9 @@ def check(
     zero_point = zero if "zero points" in kind else None
     exact = form.to_float(values).double() - (0 if zero_point is None else spread(zero, size, K))
     exact *= spread(scale, size, K).double()
+    if "float zeros" in kind:
+        zero_point = torch.randn(zero.shape, device=device).to(SCALE_DTYPES[scale_dtype])
+        exact += spread(zero_point, size, K)
     large = float(exact.norm()) / N**0.5
     x, residual = torch.randn(M, K, device=device).to(dtype), (torch.randn(M, N, device=device) * large).to(dtype)
     if bad_row is not None:

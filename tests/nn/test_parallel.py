@@ -59,7 +59,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 # One of each class of layers, and of each way to group and to pack.
 SCHEMES = ("int8", "int8-static", "int8-static-asymmetric", "int8-outliers-16", "fp8", "fp8-block", "int4", "int4-int8",
-           "int4-asymmetric", "int8-weight", "mxfp4", "nvfp4")  # fmt: skip
+           "int4-asymmetric", "int4-float-zeros", "int8-weight", "mxfp4", "nvfp4")  # fmt: skip
 # Whose activations have a scale for a row: that of a part of it is another.
 ROUNDS_ROWS = ("int8", "int8-outliers-16", "fp8", "int4-int8")
 

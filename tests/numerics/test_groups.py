@@ -109,6 +109,24 @@ def test_zero_points(form: Format, K: int, device: torch.device) -> None:
     assert (restored[weight == 0] == 0).all()
 
 
+@pytest.mark.parametrize("form", [INT4.with_float_zeros, INT8.with_float_zeros])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_float_zero_points(dtype: str, form: Format, device: torch.device) -> None:
+    """The range needn't contain 0, and values are rounded with the scale and the zero point that are stored."""
+    weight = torch.rand(4, 64, device=device) + torch.tensor([-1.0, 0, 3, -3], device=device)[:, None]
+    weight[1, 32:] = 0.3
+    q, scale, zero = quantize_groups(weight, 32, form, dtype)
+    assert zero is not None
+    assert zero.dtype == SCALE_DTYPES[dtype]
+    restored = dequantize(store_values(q, form), scale, zero, None, form, 32, 64, torch.float32)
+    # Rounding a zero point, or 255 steps, shifts the range, which may leave out the last value.
+    bound = spread(scale, 32, 64) / 2 + 4 * torch.finfo(zero.dtype).eps
+    bound[1, 32:] = torch.finfo(zero.dtype).eps
+    assert ((restored - weight).abs() <= bound).all()
+    inside = (q > form.low) & (q < form.high)
+    assert ((restored - weight).abs() <= spread(scale, 32, 64) / 2 + 1e-6)[inside & (weight != weight[1, 32])].all()
+
+
 def test_scales_of_powers_of_two(device: torch.device) -> None:
     scale = torch.tensor([1.0, 1.1, 1.2, 1.21, 2.0, 2.0**-126, 3e38, torch.nan, torch.inf], device=device)
     of_fp4 = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0**-126, 2.0**127 * 2]
@@ -197,6 +215,9 @@ def test_dequantize(dtype: torch.dtype, form: Format, device: torch.device) -> N
     assert torch.equal(dequantize(packed, scale, None, None, form, 32, 300, dtype), wanted)
     wanted = ((form.to_float(values).to(exact) - spread(zero, 32, 300)) * spread(-scale, 32, 300)).to(dtype)
     assert torch.equal(dequantize(packed, -scale, zero, None, form, 32, 300, dtype), wanted)
+    added = zero.float() / 7
+    wanted = (form.to_float(values).to(exact) * spread(scale, 32, 300) + spread(added, 32, 300)).to(dtype)
+    assert torch.equal(dequantize(packed, scale, added, None, form, 32, 300, dtype), wanted)
 
 
 def test_dequantize_in_pieces(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

@@ -307,6 +307,22 @@ def widen_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
             return widen(values, FORMAT, DTYPE)
 
 
+@constexpr_function
+def _fused(dtype):
+    kind = {"bf16": "bf16x2", "fp16": "f16x2", "fp32": "f32"}[str(dtype)]
+    return f"fma.rn.{kind} $0, $1, $2, $3;"
+
+
+@triton.jit
+def multiply_add(values, factor, added):
+    """``values * factor + added``, rounded once, on Hopper; all of one float dtype and shape."""
+    PTX: tl.constexpr = _fused(values.dtype)
+    OPERANDS: tl.constexpr = "=f,f,f,f" if values.dtype == tl.float32 else "=r,r,r,r"
+    PACK: tl.constexpr = 1 if values.dtype == tl.float32 else 2
+    DTYPE: tl.constexpr = values.dtype
+    return tl.inline_asm_elementwise(PTX, OPERANDS, [values, factor, added], DTYPE.value, is_pure=True, pack=PACK)
+
+
 @triton.jit
 def _decoded(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     if FORMAT == "int4":

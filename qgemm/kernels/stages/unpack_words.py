@@ -3,7 +3,8 @@
 A word's bytes become two registers of 16-bit values for each half, in the order of K. Bits at the end of a lane are a
 bfloat16 below 2^-125, exactly, and one multiplication by 2^127 with an addition makes a value of them: no nibble is
 shifted. That takes 6 instructions that move bits and 2 to 4 that multiply for 8 values of int4, 3 and 2 for 4 of int8.
-What it leaves as a factor, ``times_of_words``, goes to the sums. A zero point is subtracted in place of a bias.
+What it leaves as a factor, ``times_of_words``, goes to the sums. A zero point is subtracted in place of a bias. A float
+one is added in the instruction that scales, a bfloat16 or float16 where scales are of the same, else a float32.
 
 Scales of groups that are less than a block multiply the values here, by a factor for a word's low half and one for its
 high half: a bfloat16, and a second one for what it leaves of a wider scale, or float32 where values are float16.
@@ -23,6 +24,8 @@ _PAIRS = ("0x4140", "0x4342")  # prmt's selectors of two bytes, as lanes
 
 SCALES = ("", " exact", " rest", " float")
 """How values are scaled: not, by one factor, by two bfloat16, by float32."""
+ZEROS = ("", " zeros", " float zeros")
+"""Zero points: none, those subtracted before values are scaled, those added as they are."""
 
 
 def _int4(kind: str, selector: str, biased: bool, zeros: bool) -> str:
@@ -51,25 +54,32 @@ def _int8(kind: str, selector: str) -> str:
     return lanes + " mov.b32 m, 0x7F007F00; mov.b32 s, 0xC000C000; fma.rn.bf16x2 u, t, m, s;"
 
 
-def _scaled(kind: str, scales: str, register: str, factor: int) -> str:
-    """``register`` times a factor; ``factor``: the number of its operand."""
+def _scaled(kind: str, scales: str, register: str, factor: int, added: str = "") -> str:
+    """``register`` times a factor, and ``added`` to it; ``factor``: the number of its operand."""
+    if scales == " exact" and added:
+        return f"fma.rn.{kind}x2 {register}, {register}, ${factor}, {added};"
     if scales == " exact":
         return f"mul.{kind}x2 {register}, {register}, ${factor};"
     if scales == " rest":
         return f"mul.bf16x2 m, {register}, ${factor + 1}; fma.rn.bf16x2 {register}, {register}, ${factor}, m;"
     lanes = f"mov.b32 {{h0, h1}}, {register}; cvt.f32.{kind} f0, h0; cvt.f32.{kind} f1, h1; mov.b32 g, ${factor};"
-    return f"{lanes} mul.f32 f0, f0, g; mul.f32 f1, f1, g; cvt.rn.{kind}x2.f32 {register}, f1, f0;"
+    if added:
+        lanes += f" mov.b32 z, {added}; fma.rn.f32 f0, f0, g, z; fma.rn.f32 f1, f1, g, z;"
+    else:
+        lanes += " mul.f32 f0, f0, g; mul.f32 f1, f1, g;"
+    return f"{lanes} cvt.rn.{kind}x2.f32 {register}, f1, f0;"
 
 
-def _program(format: str, kind: str, biased: bool, zeros: bool, scales: str) -> str:
+def _program(format: str, kind: str, biased: bool, zeros: str, scales: str) -> str:
     """Operands: the parts, the word, for each half the zero point, and for each half its factor, or two."""
     halves = 1 if format in ("int8", "fp8") else 2
     word = 4 * halves
-    factors = word + 1 + halves * zeros
+    factors = word + 1 + halves * bool(zeros)
+    subtracts = zeros == ZEROS[1]
     lines = []
     for pair, selector in enumerate(_PAIRS):
         if format == "int4":
-            lines.append(_int4(kind, selector, biased, zeros))
+            lines.append(_int4(kind, selector, biased, subtracts))
         elif format == "int8":
             lines.append(_int8(kind, selector))
         elif format == "fp8":
@@ -78,12 +88,13 @@ def _program(format: str, kind: str, biased: bool, zeros: bool, scales: str) -> 
             lines.append(unpacked(format, kind, "$WORD", pair, "u", "v"))
         for half in range(halves):
             register, part = "uv"[half], 4 * half + 2 * pair
-            if zeros and format != "int4":
+            if subtracts and format != "int4":
                 lines.append(f"sub.{kind}x2 {register}, {register}, $ZERO{half};")
             if scales:
-                lines.append(_scaled(kind, scales, register, factors + half * (1 + (scales == " rest"))))
+                factor = factors + half * (1 + (scales == " rest"))
+                lines.append(_scaled(kind, scales, register, factor, f"$ZERO{half}" if zeros == ZEROS[2] else ""))
             lines.append(f"mov.b32 {{${part}, ${part + 1}}}, {register};")
-    registers = ".reg .b32 t, s, m, a, b, c, u, v; .reg .b16 h0, h1; .reg .f32 f0, f1, g;"
+    registers = ".reg .b32 t, s, m, a, b, c, u, v; .reg .b16 h0, h1; .reg .f32 f0, f1, g, z;"
     text = " ".join(lines).replace("$WORD", f"${word}")
     for half in range(halves):
         text = text.replace(f"$ZERO{half}", f"${word + 1 + half}")
@@ -93,11 +104,10 @@ def _program(format: str, kind: str, biased: bool, zeros: bool, scales: str) -> 
 def _programs() -> Iterator[tuple[str, str]]:
     for name, kind in (("bf16", "bf16"), ("fp16", "f16")):
         for format in (*OF_4_BITS, *OF_8_BITS):
-            yield f"{format} {name} biased", _program(format, kind, True, False, "")
+            yield f"{format} {name} biased", _program(format, kind, True, "", "")
             for scales in SCALES:
-                for zeros in (False, True):
-                    text = _program(format, kind, False, zeros, scales)
-                    yield f"{format} {name}{scales}{' zeros' * zeros}", text
+                for zeros in ZEROS[: 3 if scales in (" exact", " float") else 2]:
+                    yield f"{format} {name}{scales}{zeros}", _program(format, kind, False, zeros, scales)
 
 
 WORDS_PTX = tl.constexpr(dict(_programs()))
@@ -106,7 +116,7 @@ WORDS_PTX = tl.constexpr(dict(_programs()))
 
 @constexpr_function
 def _assembly(format, dtype, biased, zeros, scales):
-    return WORDS_PTX.value[f"{format} {dtype}{' biased' if biased else ''}{scales}{' zeros' if zeros else ''}"]
+    return WORDS_PTX.value[f"{format} {dtype}{' biased' if biased else ''}{scales}{zeros}"]
 
 
 @constexpr_function
@@ -135,14 +145,16 @@ def zero_of_words(zero, FORMAT: tl.constexpr, DTYPE: tl.constexpr, half: tl.cons
 
 @triton.jit
 def unpack_words(
-    words, zeros, factors, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BIASED: tl.constexpr, SCALES: tl.constexpr
-):
+    words, zeros, factors, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BIASED: tl.constexpr, SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+):  # fmt: skip
     """The values in int32 ``words``, over ``times_of_words``: for each half four tiles, of a word's first to last byte.
 
-    ``zeros``, ``factors``: of each word, as ``_program`` says, or empty; ``zeros`` are what ``zero_of_words`` makes.
+    ``zeros``, ``factors``: of each word, as ``_program`` says, or empty. ``zeros`` are what ``zero_of_words`` makes, or
+    floats over ``times_of_words``, as ``ZEROS`` says.
     ``BIASED``: low halves of int4 are ``INT4_BIAS`` more than they are.
     """
-    ASSEMBLY: tl.constexpr = _assembly(FORMAT, DTYPE, BIASED, len(zeros), SCALES)
+    ASSEMBLY: tl.constexpr = _assembly(FORMAT, DTYPE, BIASED, ZEROS, SCALES)
     given = (words,) + zeros + factors
     OPERANDS: tl.constexpr = _operands(FORMAT, len(given))
     D: tl.constexpr = DTYPE

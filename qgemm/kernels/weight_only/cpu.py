@@ -1,9 +1,10 @@
 """Products of float inputs with quantized weights on a CPU: some rows of the weight become floats at a time.
 
-``y = x @ ((q - z) * s).T`` in float32. The floats of a piece stay in a cache, where the product reads them. They are
-made without a step for each value: the high half of a byte, with the low half cleared, is 16 times an int4 as an int8,
-and so is the low half after a shift; the bits of an e4m3 or e2m1, moved, are a float16 of 2^-8 or 2^-14 its value,
-which is converted eight times as fast as an e4m3; codes of a codebook are looked up, by whole bytes.
+``y = x @ W.T`` in float32, where ``W = (q - z) * s``, or ``q * s + z`` with float zero points. The floats of a piece
+stay in a cache, where the product reads them. They are made without a step for each value: the high half of a byte,
+with the low half cleared, is 16 times an int4 as an int8, and so is the low half after a shift; the bits of an e4m3 or
+e2m1, moved, are a float16 of 2^-8 or 2^-14 its value, which is converted eight times as fast as an e4m3; codes of a
+codebook are looked up, by whole bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def _multiply(x: Tensor, weight: ScaledWeight) -> Tensor:
         return torch.zeros(M, N, dtype=torch.float32, device="cpu")
     groups, read = cdiv(K, group_size), _Reader(weight.form)
     scales = float_scale(weight.scale, weight.global_scale) / read.times
-    zeros = None if weight.zero_point is None else weight.zero_point.float() * read.times
+    zeros = None if weight.zero_point is None else weight.zero_point.float()
+    adds = weight.zero_point is not None and weight.zero_point.is_floating_point()
+    if zeros is not None and not adds:
+        zeros *= read.times
     columns, product = x.float().t(), torch.empty(N, M, dtype=torch.float32, device="cpu")
     # One scale for a row is left to the product.
     by_row = groups == 1 and zeros is None
@@ -50,9 +54,11 @@ def _multiply(x: Tensor, weight: ScaledWeight) -> Tensor:
         read.into(rows, weight.values[part])
         if not by_row:
             of_groups = rows[:, : groups * group_size].unflatten(1, (groups, group_size))
-            if zeros is not None:
+            if zeros is not None and not adds:
                 of_groups -= zeros[part, :, None]
             of_groups *= scales[part, :, None]
+            if zeros is not None and adds:
+                of_groups += zeros[part, :, None]
         torch.mm(rows[:, :K], columns, out=product[part])
     return (product.mul_(scales) if by_row else product).t()
 

@@ -17,13 +17,24 @@ WORDS = gl.constexpr(BLOCK.value // 4)
 
 
 @constexpr_function
-def how_scaled(scales_values, scale, dtype):
-    """How ``unpack_words`` scales: by one factor if it is exact in the values' dtype, else by two, or in float32."""
-    if not scales_values:
+def how_scaled(form, scale, zero, dtype):
+    """How ``unpack_words`` scales: by one factor if it is exact in the values' dtype, else by two, or in float32.
+
+    ``scale``, ``zero``: the dtypes of scales and of zero points, or None.
+    """
+    if not form.scales_values:
         return ""
+    if form.float_zeros:
+        return " exact" if scale == dtype and zero == dtype else " float"
     if dtype == gl.float16:
         return " float"
     return " exact" if scale in (gl.bfloat16, gl.int8, gl.uint8) else " rest"
+
+
+@constexpr_function
+def how_shifted(form):
+    """How ``unpack_words`` applies zero points."""
+    return " float zeros" if form.float_zeros else " zeros" if form.has_zeros else ""
 
 
 @constexpr_function
@@ -66,13 +77,13 @@ class Groups:
 def _groups(scale, zero_point, row, N, K, stride, FORM: gl.constexpr, TILE: gl.constexpr):
     """The ``Groups`` of the weight's rows from ``row`` on."""
     mma: gl.constexpr = sums_layout(TILE)
-    # For each 16 bytes of a row if values are scaled, else for each row.
-    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 1) if FORM.scales_values else mma
+    # For each 16 bytes of a row if half a block has several groups, else for each row.
+    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 1) if FORM.has_small_groups else mma
     rows: gl.constexpr = gl.SliceLayout(2, layout)
     split = gl.arange(0, TILE.splits, gl.SliceLayout(1, rows))
     n = gl.minimum(row + gl.arange(0, TILE.rows, gl.SliceLayout(0, rows)), N - 1).to(gl.int64)[None, :]
     part = None
-    if FORM.scales_values:
+    if FORM.has_small_groups:
         part = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :] * 16
         n = n[:, :, None]
     zero_pointers = None
@@ -123,41 +134,52 @@ def _of_words(values, layout: gl.constexpr):
 
 
 @gluon.jit
+def _for_words(values, words, FORM: gl.constexpr):
+    """Values for each 16 bytes, or for each row, ``[s, n]``, as one for each of ``words``."""
+    layout: gl.constexpr = words.type.layout
+    if FORM.has_small_groups:
+        return _of_words(values, layout)
+    else:
+        rows = gl.convert_layout(values, gl.SliceLayout(2, layout), assert_trivial=True)[:, :, None]
+        return gl.broadcast(rows, gl.zeros(words.shape, gl.int32, layout))[0]
+
+
+@gluon.jit
 def _twice(values, DTYPE: gl.constexpr):
     """int32 words that hold each of ``values``, as ``DTYPE``, in both halves."""
     return (values.to(DTYPE).to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001).to(gl.int32, bitcast=True)
 
 
 @gluon.jit
-def _factors(raw, layout: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr):
-    """The factors of ``unpack_words``, from the stored scales of each 16 bytes."""
+def _factors(raw, words, FORM: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr):
+    """The factors of ``unpack_words``, from the stored scales."""
     factors = ()
     for half in gl.static_range(len(raw)):
         scale = scale_value(raw[half])
         if SCALES == " float":
-            factors = factors + (_of_words(scale.to(gl.int32, bitcast=True), layout),)
+            factors = factors + (_for_words(scale.to(gl.int32, bitcast=True), words, FORM),)
         else:
-            factors = factors + (_of_words(_twice(scale, DTYPE), layout),)
+            factors = factors + (_for_words(_twice(scale, DTYPE), words, FORM),)
             if SCALES == " rest":
                 rest = scale - scale.to(DTYPE).to(gl.float32)
-                factors = factors + (_of_words(_twice(rest, DTYPE), layout),)
+                factors = factors + (_for_words(_twice(rest, DTYPE), words, FORM),)
     return factors
 
 
 @gluon.jit
-def _zero_points(raw, words, FORM: gl.constexpr, DTYPE: gl.constexpr):
-    """The zero points of ``unpack_words``. ``raw``: the stored ones, for each 16 bytes or for each row, ``[s, n]``."""
-    SHAPE: gl.constexpr = words.shape
-    layout: gl.constexpr = words.type.layout
+def _zero_points(raw, words, FORM: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr):
+    """The zero points of ``unpack_words``, from the stored ones."""
     FORMAT: gl.constexpr = FORM.name
     zeros = ()
     for half in gl.static_range(len(raw)):
-        zero = _twice(zero_of_words(raw[half].to(gl.float32), FORMAT, DTYPE, half), DTYPE)
-        if FORM.scales_values:
-            zeros = zeros + (_of_words(zero, layout),)
+        zero = raw[half].to(gl.float32)
+        if not FORM.float_zeros:
+            word = _twice(zero_of_words(zero, FORMAT, DTYPE, half), DTYPE)
+        elif SCALES == " float":
+            word = (zero / times_of_words(FORMAT, DTYPE, half)).to(gl.int32, bitcast=True)
         else:
-            rows = gl.convert_layout(zero, gl.SliceLayout(2, layout), assert_trivial=True)[:, :, None]
-            zeros = zeros + (gl.broadcast(rows, gl.zeros(SHAPE, gl.int32, layout))[0],)
+            word = _twice(zero / times_of_words(FORMAT, DTYPE, half), DTYPE)
+        zeros = zeros + (_for_words(word, words, FORM),)
     return zeros
 
 
@@ -201,19 +223,18 @@ def _minus_bias(M, COUNT: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr)
 
 @gluon.jit
 def _unpack(
-    words, scales, zeros, SCALE: gl.constexpr, DTYPE: gl.constexpr, BIASED: gl.constexpr, FORM: gl.constexpr
+    words, scales, zeros, DTYPE: gl.constexpr, BIASED: gl.constexpr, SCALES: gl.constexpr, FORM: gl.constexpr
 ):  # fmt: skip
-    """A step's blocks by ``unpack_words``: minus zero points, and times the scales of small groups."""
+    """A step's blocks by ``unpack_words``: with zero points, and times scales unless those multiply sums."""
     FORMAT: gl.constexpr = FORM.name
-    SCALES: gl.constexpr = how_scaled(FORM.scales_values, SCALE, DTYPE)
-    layout: gl.constexpr = words.type.layout
+    ADDED: gl.constexpr = how_shifted(FORM)
     factors = ()
     if FORM.scales_values:
-        factors = _factors(scales, layout, DTYPE, SCALES)
+        factors = _factors(scales, words, FORM, DTYPE, SCALES)
     zero_points = ()
     if FORM.has_zeros:
-        zero_points = _zero_points(zeros, words, FORM, DTYPE)
-    return unpack_words(words, zero_points, factors, FORMAT, DTYPE, BIASED, SCALES)
+        zero_points = _zero_points(zeros, words, FORM, DTYPE, SCALES)
+    return unpack_words(words, zero_points, factors, FORMAT, DTYPE, BIASED, SCALES, ADDED)
 
 
 @constexpr_function
@@ -268,6 +289,8 @@ class Products:
         ``factors``: the step's scales and zero points, from ``Groups.load``.
         """
         SCALE: gl.constexpr = self.scale.dtype.element_ty
+        ZERO: gl.constexpr = self.zero_point.dtype.element_ty if self.form.has_zeros else None
+        SCALES: gl.constexpr = how_scaled(self.form, SCALE, ZERO, self.dtype)
         HALVES: gl.constexpr = 2 if self.form.bits == 4 else 1
         BIASED: gl.constexpr = is_biased(self.form, self.tile, self.dtype)
         SCALES_SUMS: gl.constexpr = scales_sums(self.form)
@@ -280,7 +303,7 @@ class Products:
         nothing = gl.zeros(acc[0].shape, gl.float32, mma)
         sums = ((nothing, nothing) if HALVES == 2 else (nothing,)) if SCALES_SUMS else acc
         for part in gl.static_range(self.parts):
-            values = _unpack(blocks.words(slot, part, wl), scales, zeros, SCALE, self.dtype, BIASED, self.form)
+            values = _unpack(blocks.words(slot, part, wl), scales, zeros, self.dtype, BIASED, SCALES, self.form)
             added = ()
             for half in gl.static_range(HALVES):
                 b = _in_words(blocks.x(slot, half, part, xl), mma)

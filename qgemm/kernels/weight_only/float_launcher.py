@@ -48,6 +48,7 @@ DEQUANTIZED_ROWS = 16
 PANEL = 64  # columns of x that are copied at a time
 VECTOR_BYTES = 16  # of a row that a thread reads, all with one scale
 SMALL_GROUPS = (16, 32, 64)  # of tiles
+WHOLE_ROW = 2**30  # a group longer than any row, where one scale of a row can't be left to the sums
 WORD = 4  # bytes
 MAX_KEPT_SUMS = 2**21  # float32 in memory that a stream keeps; with more, a product takes longer than an allocation
 MAX_ROWS_BY_GROUP = 16  # for each value of a small group; with more rows, a float weight is faster
@@ -75,7 +76,7 @@ def weight_only_linear(
         rows.shape, rows.stride(0), rows.dtype,
         values.shape, values.stride(0), values.dtype,
         scale.shape, scale.stride(0), scale.dtype,
-        zero_point is not None, global_scale is not None,
+        None if zero_point is None else zero_point.dtype, global_scale is not None,
         None if bias is None else bias.dtype, None if added is None else added.stride(0),
     )  # fmt: skip
     plan: Plan | None = plans.get(kind)
@@ -98,10 +99,10 @@ def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
     out = values.new_empty((N, K), dtype=dtype)
     if out.numel():
         group = 0 if scale.shape[1] == 1 else weight.group_size
-        form = StoredForm(weight.format, group, has_zeros=zero_point is not None)
+        form = _form(weight.format, group, zero_point)
         kind = (
             float_weight, form, N, K, values.get_device(), values.dtype, values.stride(0), scale.dtype, scale.stride(0),
-            global_scale is not None, dtype,
+            None if zero_point is None else zero_point.dtype, global_scale is not None, dtype,
         )  # fmt: skip
         launch: Launch | None = plans.get(kind)
         if launch is None:
@@ -121,6 +122,13 @@ def _as_read(weight: ScaledWeight) -> tuple[Tensor, Tensor, Tensor | None, Tenso
     if zero_point is not None and zero_point.stride() != scale.stride():
         zero_point, scale = zero_point.contiguous(), scale.contiguous()
     return values, scale, zero_point, None if weight.global_scale is None else weight.global_scale.contiguous()
+
+
+def _form(format: str, group: int, zero_point: Tensor | None) -> StoredForm:
+    float_zeros = zero_point is not None and zero_point.is_floating_point()
+    if float_zeros:
+        group = group or WHOLE_ROW
+    return StoredForm(format, group, has_zeros=zero_point is not None, float_zeros=float_zeros)
 
 
 def _dequantize_launch(form: StoredForm, N: int, K: int, stride_wn: int, stride_sn: int) -> Launch:
@@ -262,7 +270,7 @@ def _make_plan(
     if M * N == 0:
         return Plan((M, N), None)
     group = 0 if scale.shape[1] == 1 else group_size
-    form = StoredForm(format, group, has_zeros=zero_point is not None)
+    form = _form(format, group, zero_point)
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         fits_tiles = N % 8 == 0 and all(_fits_tiles(M, form, each) for each in (scale, zero_point) if each is not None)
@@ -278,6 +286,7 @@ def _make_plan(
             return Plan((M, N), few_rows_launch(few_rows, form, M, N, K, strides, limits))
         if fits_tiles:
             exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
+            exact = exact and (not form.float_zeros or zero_point is None or zero_point.dtype == x.dtype)
             config = select_tiles(M, N, K, form, limits, exact)
             if config.shared and x.is_cuda:
                 memory.keep_graph_counts(x.get_device())
@@ -299,7 +308,7 @@ def _fits_hopper(form: StoredForm, x: Tensor, weight: Tensor) -> bool:
 
 def _reads_pairs(form: StoredForm, K: int, scale: Tensor) -> bool:
     """Whether the scales of a block's two halves are 32 bits that may be loaded together."""
-    if form.bits == 8 or form.group != BLOCK_BYTES or K % form.block:
+    if form.bits == 8 or form.group != BLOCK_BYTES or form.float_zeros or K % form.block:
         return False
     return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0
 

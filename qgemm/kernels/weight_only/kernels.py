@@ -1,7 +1,8 @@
 """Products with weights of 4 and 8 bits on any GPU, in plain Triton, and the float weight.
 
-A weight is made float in registers: ``(q - z) * s`` in float32, rounded once to the dtype of x, as a float weight would
-be. Rows of a stored weight are read by blocks of ``BLOCK`` bytes; a packed one's have two halves, neighbours in K.
+A weight is made float in registers: ``(q - z) * s``, or ``q * s + z`` with a float ``z``, in float32, and rounded once
+to the dtype of x, as a float weight would be. Rows of a stored weight are read by blocks of ``BLOCK`` bytes; a packed
+one's have two halves, neighbours in K.
 """
 
 import triton
@@ -16,7 +17,7 @@ BLOCK = tl.constexpr(128)  # bytes of a row; of a packed one those of 256 values
 
 @triton.jit
 def _floats(q, scale, zero_point, global_scale, rows, k, K, GROUP: tl.constexpr):
-    """``(q - z) * s`` in float32 of values ``[n, BLOCK]`` from ``k`` on; ``rows``: of the scales."""
+    """``(q - z) * s`` or ``q * s + z`` in float32, of values ``[n, BLOCK]`` from ``k`` on; ``rows``: of the scales."""
     SIZE: tl.constexpr = BLOCK.value
     if GROUP == 0:
         at = rows[:, None]
@@ -26,11 +27,17 @@ def _floats(q, scale, zero_point, global_scale, rows, k, K, GROUP: tl.constexpr)
         at = rows[:, None] + (tl.minimum(k + tl.arange(0, SIZE), K - 1) // GROUP)[None, :]
     values = q.to(tl.float32)
     if zero_point is not None:
-        values -= tl.load(zero_point + at).to(tl.float32)
+        zero = tl.load(zero_point + at)
+        if not zero.dtype.is_floating():
+            values -= zero.to(tl.float32)
     factor = scale_value(tl.load(scale + at))
     if global_scale is not None:
         factor = tl.div_rn(factor * tl.load(global_scale), tl.load(global_scale + 1))
-    return values * factor
+    values *= factor
+    if zero_point is not None:
+        if zero.dtype.is_floating():
+            values += zero.to(tl.float32)
+    return values
 
 
 @triton.jit

@@ -20,7 +20,14 @@ from triton.runtime.jit import constexpr_function
 
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import load_block
-from qgemm.kernels.stages.unpack import SCALED_BY, times_of_pairs, unpack_pairs, unpack_times_scale, widen_pairs
+from qgemm.kernels.stages.unpack import (
+    SCALED_BY,
+    multiply_add,
+    times_of_pairs,
+    unpack_pairs,
+    unpack_times_scale,
+    widen_pairs,
+)
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
 PANEL = gl.constexpr(64)  # values of x along K
@@ -35,11 +42,17 @@ def how_scaled(form, tile, scale, dtype):
     """
     if form.group == 0:
         return ""
-    if form.group < BLOCK.value:
+    if form.group < BLOCK.value or form.float_zeros:
         return "values"
     if form.name == "int4" and not form.has_zeros and scale == gl.bfloat16 and dtype == gl.bfloat16:
         return "codes"
     return "sums" if tile.sums else "values"
+
+
+@constexpr_function
+def is_exact(scale, dtype):
+    """Whether all scales of dtype ``scale`` are values of ``dtype``."""
+    return scale == dtype or (scale.primitive_bitwidth == 8 and gl.bfloat16 == dtype)
 
 
 @constexpr_function
@@ -212,31 +225,42 @@ def _spread(own, w):
 
 @gluon.jit
 def _values(
-    packed, INDEX: gl.constexpr, factors, zeros, SCALE: gl.constexpr, DTYPE: gl.constexpr, mma: gl.constexpr,
-    FORM: gl.constexpr, SCALED: gl.constexpr,
+    packed, INDEX: gl.constexpr, factors, zeros, SCALE: gl.constexpr, ZERO: gl.constexpr, DTYPE: gl.constexpr,
+    mma: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """A panel of a block, 64 values of K, in the layout of ``wgmma``'s operand A, divided by ``left_over``.
 
-    ``packed``: the block's bytes, as pairs. Values are scaled if ``SCALED``, from ``how_scaled``, says so.
+    ``packed``: the block's bytes, as pairs. Values are scaled if ``SCALED``, from ``how_scaled``, says so. ``SCALE``,
+    ``ZERO``: the dtypes of scales and of zero points, if there are any.
     """
     FORMAT: gl.constexpr = FORM.name
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     w = unpack_pairs(packed, FORMAT, DTYPE)[INDEX // 2] if FORM.bits == 4 else widen_pairs(packed, FORMAT, DTYPE)
     w = gl.convert_layout(w, LAYOUT, assert_trivial=True)
-    if FORM.has_zeros:
+    if FORM.has_zeros and not FORM.float_zeros:
         own = ()
-        of_groups = _of_groups(zeros, INDEX, gl.int8, FORM)
+        of_groups = _of_groups(zeros, INDEX, ZERO, FORM)
         for i in gl.static_range(len(of_groups)):
             own = own + ((of_groups[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))).to(DTYPE),)
         w = w - _spread(own, w)
     if SCALED == "values":
         # Exponents and e4m3 are exact in bfloat16. Otherwise the product is computed in float32 and rounded once.
-        EXACT: gl.constexpr = SCALE == DTYPE or (SCALE.primitive_bitwidth == 8 and gl.bfloat16 == DTYPE)
+        EXACT: gl.constexpr = is_exact(SCALE, DTYPE) and (not FORM.float_zeros or ZERO == DTYPE)
         own = ()
         of_groups = _of_groups(factors, INDEX, SCALE, FORM)
         for i in gl.static_range(len(of_groups)):
             own = own + ((scale_value(of_groups[i]).to(DTYPE) if EXACT else scale_value(of_groups[i])),)
-        w = w * _spread(own, w) if EXACT else (w.to(gl.float32) * _spread(own, w)).to(DTYPE)
+        scaled = w if EXACT else w.to(gl.float32)
+        if FORM.float_zeros:
+            added = ()
+            of_groups = _of_groups(zeros, INDEX, ZERO, FORM)
+            for i in gl.static_range(len(of_groups)):
+                zero = of_groups[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))
+                added = added + ((zero.to(DTYPE) if EXACT else zero),)
+            scaled = multiply_add(scaled, _spread(own, w), _spread(added, w))
+        else:
+            scaled = scaled * _spread(own, w)
+        w = scaled.to(DTYPE)
     return w
 
 
@@ -319,6 +343,7 @@ def multiply(
     mma: gl.constexpr = accs[0].type.layout
     DTYPE: gl.constexpr = rings.x.dtype
     SCALE: gl.constexpr = scales.dtype.element_ty
+    ZERO: gl.constexpr = zero_points.dtype.element_ty if FORM.has_zeros else None
     SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
     next_factors = ()
     for i in gl.static_range(AHEAD):
@@ -336,7 +361,7 @@ def multiply(
         values = ()
         if SCALED != "codes":
             for i in gl.static_range(COUNT):
-                values = values + (_values(packed[i % 2], i, factors, zeros, SCALE, DTYPE, mma, FORM, SCALED),)
+                values = values + (_values(packed[i % 2], i, factors, zeros, SCALE, ZERO, DTYPE, mma, FORM, SCALED),)
         started = _start(values, packed, factors, accs, rings, x_step, COUNT, SCALED, FORM, TILE)
         # Only here: the products have waited for the loads from the slot, which TMA, its next writer, doesn't.
         rings.release_weight(w_step)
@@ -371,7 +396,7 @@ def _blocks_in_turn(
             if SCALED == "codes":
                 w = _scaled_codes(packed[i % 2], i, factors, mma, FORM)
             else:
-                w = _values(packed[i % 2], i, factors, (), SCALE, DTYPE, mma, FORM, SCALED)
+                w = _values(packed[i % 2], i, factors, (), SCALE, None, DTYPE, mma, FORM, SCALED)
             if i == COUNT // 2:
                 next_factors = _load_factors(scales, block + b + 1, groups, FORM)
             step = x_step + (b * COUNT + i) // PANELS

@@ -44,6 +44,10 @@ def twice(value: float, dtype: torch.dtype) -> int:
     return int(torch.tensor([value, value]).to(dtype).view(torch.int32).item()) & 0xFFFFFFFF
 
 
+def float_bits(value: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_value(format: str, dtype: str) -> None:
@@ -75,6 +79,26 @@ def test_zero_points(format: str, dtype: str, zero: int) -> None:
         assert torch.equal(each * factor, wanted - zero)
 
 
+@pytest.mark.parametrize("zero", [0.0, -0.7109375, 1.5, 1000.0])
+@pytest.mark.parametrize("scales", ["exact", "float"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", ["int4", "int8"])
+def test_float_zero_points(format: str, dtype: str, scales: str, zero: float) -> None:
+    """They are added to what the scale makes of a value, and that is rounded once."""
+    factors, scale = times(format, dtype), EXACT if scales == "exact" else WIDE
+    kind = DTYPES[dtype] if scales == "exact" else torch.float32
+    operands = [zero / factor for factor in factors[: 2 if format == "int4" else 1]] + [scale] * len(factors)
+    words = [twice(each, kind) if scales == "exact" else float_bits(each) for each in operands]
+    found = run(f"{format} {dtype} {scales} float zeros", words[: 4 if format == "int4" else 2])
+    for each, wanted, factor in zip(found, expected(format, dtype), factors, strict=False):
+        exact = (wanted * scale + zero) / factor
+        nearest = exact.to(DTYPES[dtype]).double()
+        if scales == "exact":
+            assert torch.equal(each, nearest)
+        else:
+            assert ((each - exact).abs() <= exact.abs() * torch.finfo(DTYPES[dtype]).eps * 0.51 + 1e-7).all()
+
+
 @pytest.mark.parametrize("scales", ["exact", "rest", "float"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_scales(format: str, scales: str) -> None:
@@ -85,7 +109,7 @@ def test_scales(format: str, scales: str) -> None:
     one = {
         "exact": [twice(scale, torch.bfloat16)],
         "rest": [twice(near, torch.bfloat16), twice(scale - near, torch.bfloat16)],
-        "float": [int(struct.unpack("<I", struct.pack("<f", scale))[0])],
+        "float": [float_bits(scale)],
     }[scales]
     count = 2 if format in TABLES else 1
     for found, wanted, factor in zip(
@@ -143,6 +167,7 @@ def rounded(dtype: torch.dtype, high: int, low: int) -> int:
 FLOATS = {
     "xor.b32": lambda a, b: a ^ b,
     "mul.f32": lambda a, b: bits_of(lanes_of(a, torch.float32) * lanes_of(b, torch.float32)),
+    "fma.rn.f32": lambda a, b, c: multiply_add(torch.float32, a, b, c),
     **{
         name: lambda *given, function=function, dtype=dtype: function(dtype, *given)
         for kind, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16))

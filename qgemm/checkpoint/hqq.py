@@ -1,0 +1,122 @@
+"""Checkpoints of HQQ in safetensors files: weights of 4 and 8 bits, ``W = (q - zero) * scale`` with float zero points.
+
+In a layer ``[N, K]`` with groups of columns (axis 1), of which there are ``G`` in all rows together:
+
+- ``<layer>.W_q``: uint8 ``[G, group size]``, or in 4 bits half as many rows: the first half of the groups in the high
+  four bits, the second half in the low ones;
+- ``<layer>.scale`` and ``<layer>.zero``: floats ``[G, 1]``, in the model's dtype;
+- ``<layer>.nbits``, ``group_size``, ``axis`` and ``shape``, ``[N, K]``: whole numbers, which say what the layer is; and
+  others that follow from these.
+
+Stored as ``q - 8`` or ``q - 128``, a weight is ``q * scale + zero_point`` with ``zero_point = (8 - zero) * scale``, in
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.packed_layers import READ_BITS, integers_scheme
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
+from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
+from qgemm.checkpoint.words import by_rows
+from qgemm.numerics.formats import INT8
+from qgemm.numerics.packing import pack_codes, packed_width
+
+QUANT_METHOD = "hqq"
+WEIGHT = "W_q"
+_NUMBERS = ("nbits", "group_size", "axis", "shape")
+# Of the library's own use, or said by other tensors too.
+_OTHERS = ("packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero", "compute_dtype") + (
+    "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero",
+)  # fmt: skip
+
+
+def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
+    """Reads the contents of a checkpoint whose files say themselves what each layer is.
+
+    Raises ``CheckpointError``, naming the layer, for other bits, groups of rows, and weights stored as floats.
+    """
+    contents = Contents.of_files(stored)
+    layers = [layer for layer, leaf in map(split_name, stored) if leaf == WEIGHT]
+    numbers = {f"{layer}.{leaf}": layer for layer in layers for leaf in _NUMBERS}
+    wanted = {name: stored[name] for name in numbers if name in stored}
+    for name, tensor in wanted.items():
+        if tensor.dtype is None or tensor.dtype.is_floating_point or tensor.shape not in ((), (1,), (2,)):
+            raise unfit(tensor.path, name, tensor, "a whole number, or two for the shape")
+    said: dict[str, dict[str, list[int]]] = {layer: {} for layer in layers}
+    for name, value in read_values(wanted, torch.device("cpu")):
+        said[numbers[name]][split_name(name)[1]] = value.flatten().tolist()
+    for layer in layers:
+        _note(contents, layer, said[layer])
+    return contents
+
+
+def _note(contents: Contents, layer: str, said: dict[str, list[int]]) -> None:
+    names = [f"{layer}.{leaf}" for leaf in (WEIGHT, "scale", "zero")]
+    weight, scale = contents.stored[names[0]], contents.stored.get(names[1])
+    path = weight.path
+    bits, axis, size, (N, K) = _sizes(layer, said, path)
+    if bits not in READ_BITS or axis != 1:
+        raise unsupported(f"{path}: {layer} has {bits} bits, axis {axis}; qgemm reads HQQ of 4 and 8 bits, axis 1")
+    groups = N * K // size
+    if weight.dtype != torch.uint8 or weight.shape != (groups * bits // 8, size):
+        raise unfit(path, names[0], weight, f"torch.uint8 {[groups * bits // 8, size]}, not viewed as floats")
+    for name in names[1:]:
+        tensor = contents.stored.get(name)
+        if tensor is None or tensor.dtype not in BIAS_DTYPES or tensor.shape != (groups, 1):
+            raise unfit(path, name, tensor, f"of a float dtype, {[groups, 1]}")
+    try:
+        scheme = integers_scheme(bits, None if size == K else size, symmetric=False, float_zeros=True)
+    except ValueError:
+        raise unsupported(
+            f"{path}: {layer} has groups of {size} columns; qgemm computes groups of any multiple of 16"
+        ) from None
+    assert scale is not None
+    assert scale.dtype is not None
+    shape = N, K // size
+    stored_as, width = (torch.uint8, packed_width(K)) if bits == 4 else (INT8.storage, K)
+    made = {
+        f"{layer}.weight_scale": (names[1], shape, scale.dtype),
+        f"{layer}.weight_zero_point": (names[2], shape, torch.float32),
+    }
+    contents.convert(f"{layer}.weight", names[0], (N, width), partial(_values, bits=bits, N=N, K=K), stored_as)
+    contents.convert_together(names[1:], made, partial(_factors, bits=bits, shape=shape))
+    for leaf in (*_NUMBERS, *_OTHERS):
+        if f"{layer}.{leaf}" in contents.headers:
+            contents.pass_over(f"{layer}.{leaf}")
+    contents.manifest.layers[layer] = scheme
+    contents.shapes[layer] = N, K
+
+
+def _sizes(layer: str, said: dict[str, list[int]], path: Path) -> tuple[int, int, int, tuple[int, int]]:
+    """Bits, axis, group size and shape. Raises ``CheckpointError`` unless a row has whole groups."""
+    for leaf in _NUMBERS:
+        if len(said.get(leaf, ())) != (2 if leaf == "shape" else 1):
+            raise CheckpointError(f"{path}: {layer}.{leaf} is {said.get(leaf)}, which doesn't say what the layer is")
+    (bits,), (size,), (axis,), (N, K) = (said[leaf] for leaf in _NUMBERS)
+    if N < 1 or K < 1 or (axis == 1 and (size < 1 or K % size)):
+        raise CheckpointError(f"{path}: {layer} has the shape {[N, K]}, in groups of {size} columns")
+    return bits, axis, size, (N, K)
+
+
+def _values(value: Tensor, bits: int, N: int, K: int) -> Tensor:
+    """The stored weight: ``q - 8`` packed, or ``q - 128``."""
+    if bits == 8:
+        return (value ^ 128).view(INT8.storage).reshape(N, K)
+    # The halves of the groups are those of the rows where N is even.
+    codes = torch.cat((value >> 4, value & 15)).view(N, K)
+    return by_rows(lambda rows: pack_codes(rows ^ 8), codes, K)
+
+
+def _factors(scale: Tensor, zero: Tensor, bits: int, shape: tuple[int, int]) -> Sequence[Tensor]:
+    middle = 1 << (bits - 1)
+    return scale.reshape(shape), ((middle - zero.float()) * scale.float()).reshape(shape)
