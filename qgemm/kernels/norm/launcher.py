@@ -188,7 +188,9 @@ def _make_launch(
     numbers = (M, K, vector_rows, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
     constants = (norm, by_sample > 0, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
     warps = max(1, threads // limits.warp_size)
-    return Launch(_norm_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
+    # Such rows are read value by value. ptxas would rather spill than have a program less on an SM, but not on Hopper.
+    registers = 255 if K % 16 and limits.warp_size == 32 and not limits.hopper else None
+    return Launch(_norm_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl, max_registers=registers)
 
 
 def row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:
