@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.activations import ACTIVATIONS, MATMUL_ACTIVATIONS
-from qgemm.kernels.norms import Norm
+from qgemm.kernels.norms import NormCall
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FORMATS, FP8, INT8, OPERANDS
@@ -43,21 +43,12 @@ def check_quantize_groups(x: Tensor) -> None:
     _check_rows("quantize_groups", x)
 
 
-def check_norm(
-    operation: str,
-    x: Tensor,
-    residual: Tensor | None,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-    gate: Tensor | None = None,
-) -> None:
-    """Raises if ``operation``, one of those with a norm, doesn't accept these; None for what it doesn't have."""
+def check_norm(operation: str, call: NormCall) -> None:
+    """Raises if ``operation``, one of those with a norm, doesn't accept ``call``."""
+    x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype = call
     _check_rows(operation, x)
-    _check_quantized(operation, dtype)
+    if dtype is not None:
+        _check_quantized(operation, dtype)
     check_residual(residual, x.shape, x.dtype)
     if bias is not None and (not norm.is_layer or weight is None):
         raise ValueError(f"bias is for the norm 'layer', with a weight; norm is {norm.kind!r}: pass None")

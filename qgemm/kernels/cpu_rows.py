@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.activations import activated
-from qgemm.kernels.norms import Norm, of_samples
+from qgemm.kernels.norms import NormCall, NormOutputs, of_samples
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8, MIN_SCALE, OPERANDS
 from qgemm.numerics.groups import grouped
@@ -44,36 +44,6 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def by_sample(place: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """For functions of ``x``, maybe a residual, and a norm: argument ``place`` is its weight, and its bias follows.
-
-    If these have a row for each sample, samples are computed one after another.
-    """
-
-    def of(function: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            weight: Any = args[place]
-            if weight is None or weight.ndim == 1 or not weight.numel():
-                return function(*args, **kwargs)
-            made: Any = [
-                function(*(_of_sample(arg, b, at in (place, place + 1)) for at, arg in enumerate(args)))  # type: ignore[call-arg, arg-type]
-                for b in range(weight.shape[0])
-            ]
-            is_one = isinstance(made[0], Tensor)
-            return torch.cat(made) if is_one else tuple(map(torch.cat, zip(*made, strict=True)))  # type: ignore[return-value]
-
-        return run
-
-    return of
-
-
-def _of_sample(argument: Any, sample: int, is_vector: bool) -> Any:
-    if not isinstance(argument, Tensor) or argument.ndim < 2:
-        return argument
-    return argument[sample] if is_vector else argument[sample : sample + 1]
-
-
 @without_grad
 def quantize_rows(
     x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
@@ -90,17 +60,40 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @without_grad
-@by_sample(1)
-def norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-) -> tuple[Tensor, Tensor]:
-    """``dispatch.norm_quantize`` on the CPU."""
-    return _quantize(lambda x: norm(x, weight, bias), (x,), x.shape[-1], input_scale, dtype=dtype)
+def norm_rows(call: NormCall, total: bool = False, normed: bool = False) -> NormOutputs:
+    """The functions of ``dispatch`` with a norm on the CPU: the floats that are wanted, and rows of ``call.dtype``."""
+    x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype = call
+    if weight is not None and weight.ndim == 2 and weight.numel():
+        samples = [norm_rows(_of_sample(call, b), total, normed) for b in range(weight.shape[0])]
+        made: Any = zip(*samples, strict=True)
+        return tuple(None if each[0] is None else torch.cat(each) for each in made)  # type: ignore[return-value]
+
+    def values(x: Tensor, residual: Tensor | None, total: Tensor | None, normed: Tensor | None) -> Tensor:
+        out = x if branch_weight is None else norm(x, branch_weight)
+        if residual is not None:
+            out = torch.add(residual, out, out=total)
+        elif total is not None:
+            out = total.copy_(out)
+        out = out if weight is None else norm(out, weight, bias)
+        return out if normed is None else normed.copy_(out)
+
+    totals = x.new_empty(x.shape) if total else None
+    out = x.new_empty(x.shape) if normed else None
+    x = x if gate is None else x * of_samples(gate, x)
+    tensors = x, residual, totals, out
+    if dtype is not None:
+        return totals, out, *_quantize(values, tensors, x.shape[-1], input_scale, dtype=dtype)
+    for block in _blocks(tensors):
+        values(*block)
+    return totals, out, None, None
+
+
+def _of_sample(call: NormCall, sample: int) -> NormCall:
+    """``call`` for one sample, whose weight and bias are those of all its rows."""
+    one = slice(sample, sample + 1)
+    residual, gate = (each if each is None else each[one] for each in (call.residual, call.gate))
+    weight, bias = (each if each is None else each[sample] for each in (call.weight, call.bias))
+    return call._replace(x=call.x[one], residual=residual, gate=gate, weight=weight, bias=bias)
 
 
 @without_grad
@@ -126,102 +119,9 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     return activated(x, activation, gated)
 
 
-@without_grad
-@by_sample(3)
-def add_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``dispatch.add_norm_quantize`` on the CPU."""
-    x = x if gate is None else x * of_samples(gate, x)
-    total = x.new_empty(x.shape)
-
-    def values(x: Tensor, residual: Tensor, total: Tensor) -> Tensor:
-        branch = x if branch_weight is None else norm(x, branch_weight)
-        torch.add(residual, branch, out=total)
-        return total if weight is None else norm(total, weight, bias)
-
-    q, row_scale = _quantize(values, (x, residual, total), x.shape[-1], input_scale, dtype=dtype)
-    return total, q, row_scale
-
-
-@without_grad
-@by_sample(3)
-def add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: Norm,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``dispatch.add_norm`` on the CPU, a few rows at a time."""
-    x, adds = x if gate is None else x * of_samples(gate, x), residual is not None or branch_weight is not None
-    total = x.new_empty(x.shape) if adds else x
-    normed = total if weight is None else x.new_empty(x.shape)
-    rows, totals, out = as_rows(x), as_rows(total), as_rows(normed)
-    residuals = None if residual is None else as_rows(residual)
-    for block in blocks_of(rows.shape[0], x.shape[-1], of_all_threads(VALUES_AT_A_TIME)):
-        added = rows[block]
-        if branch_weight is not None:
-            added = norm(added, branch_weight)
-        if residuals is not None:
-            added = residuals[block] + added
-        if adds:
-            totals[block] = added
-        if weight is not None:
-            out[block] = norm(added, weight, bias)
-    return total, normed
-
-
-@without_grad
-@by_sample(2)
-def post_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-) -> Tensor:
-    """``dispatch.post_norm`` on the CPU, a few rows at a time."""
-    normed = x.new_empty(x.shape)
-    rows, residuals, out = as_rows(x), as_rows(residual), as_rows(normed)
-    for block in blocks_of(rows.shape[0], x.shape[-1], of_all_threads(VALUES_AT_A_TIME)):
-        out[block] = norm(residuals[block] + rows[block], weight, bias)
-    return normed
-
-
-@without_grad
-@by_sample(2)
-def post_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``dispatch.post_norm_quantize`` on the CPU."""
-    normed = x.new_empty(x.shape)
-
-    def values(x: Tensor, residual: Tensor, normed: Tensor) -> Tensor:
-        return normed.copy_(norm(residual + x, weight, bias))
-
-    return normed, *_quantize(values, (x, residual, normed), x.shape[-1], input_scale, dtype=dtype)
-
-
 def _quantize(
     values: Callable[..., Tensor],
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Any],
     K: int,
     scale: Tensor | None,
     zero_point: Tensor | None = None,
@@ -236,11 +136,21 @@ def _quantize(
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if q.numel() == 0:
         return q, row_scale.copy_(x.new_ones((), dtype=torch.float32) if scale is None else scale.reshape(()))
-    rows, q_rows, row_scales = [as_rows(each) for each in tensors], q.view(-1, K), row_scale.view(-1, 1)
-    for block in blocks_of(q_rows.shape[0], x.shape[-1], of_all_threads(VALUES_AT_A_TIME)):
-        made = values(*(each[block] for each in rows))
-        _, row_scales[block] = quantize_block(made, scale, zero_point, dtype, q_rows[block])
+    for *block, q_rows, row_scales in _blocks((*tensors, q, row_scale.unsqueeze(-1))):
+        row_scales.copy_(quantize_block(values(*block), scale, zero_point, dtype, q_rows)[1])
     return q, row_scale
+
+
+def _blocks(tensors: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """A few rows of each of ``tensors`` at a time; None stays None."""
+    limit = of_all_threads(VALUES_AT_A_TIME)
+    if tensors[0].numel() <= limit:
+        yield tensors
+        return
+    rows: list[Any] = [None if each is None else as_rows(each) for each in tensors]
+    count, columns = rows[0].shape
+    for block in blocks_of(count, columns, limit):
+        yield [None if each is None else each[block] for each in rows]
 
 
 def as_rows(x: Tensor) -> Tensor:

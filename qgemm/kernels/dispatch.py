@@ -24,7 +24,7 @@ from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.launch.plans import remember
 from qgemm.kernels.moe import cpu as moe_cpu
 from qgemm.kernels.moe.checks import check_experts, check_grouped_mm, check_route, check_weight_only_experts
-from qgemm.kernels.norms import Norm
+from qgemm.kernels.norms import Norm, NormCall
 from qgemm.kernels.routing import Routing
 from qgemm.kernels.rows import QuantizedRows
 
@@ -74,9 +74,10 @@ def norm_quantize(
     row for each sample of ``x [B, ..., K]``; of the dtype of ``x``. ``norm``: its kind and epsilon; the norm is rounded
     where the model's module rounds it. Returns ``q`` and ``row_scale`` as from ``quantize_rows``.
     """
-    checks.check_norm("norm_quantize", x, None, None, weight, bias, norm, input_scale, dtype)
-    out: tuple[Tensor, Tensor] = _backend(x).norm_quantize(x, weight, bias, norm, input_scale, dtype)
-    return out
+    call = NormCall(x, None, None, None, weight, bias, norm, input_scale, dtype)
+    checks.check_norm("norm_quantize", call)
+    _, _, q, row_scale = _backend(x).norm_rows(call)
+    return q, row_scale
 
 
 def add_norm_quantize(
@@ -97,10 +98,10 @@ def add_norm_quantize(
     ``gate``: for diffusion models, ``[B, K]`` for ``x [B, ..., K]``: ``total = residual + round(gate * x)``.
     ``weight``: None if ``total`` itself goes into the layers, as in OLMo 2. The rest is as in ``norm_quantize``.
     """
-    arguments = (x, residual, branch_weight, weight, bias, norm, input_scale, dtype, gate)
-    checks.check_norm("add_norm_quantize", *arguments)
-    out: tuple[Tensor, Tensor, Tensor] = _backend(x).add_norm_quantize(*arguments)
-    return out
+    call = NormCall(x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype)
+    checks.check_norm("add_norm_quantize", call)
+    total, _, q, row_scale = _backend(x).norm_rows(call, total=True)
+    return total, q, row_scale
 
 
 def add_norm(
@@ -117,9 +118,11 @@ def add_norm(
     Arguments as in ``add_norm_quantize``. Without ``residual``, nothing is added; without ``branch_weight`` and
     ``gate`` as well, ``total`` is ``x``. Without ``weight``, the second result is ``total``.
     """
-    checks.check_norm("add_norm", x, residual, branch_weight, weight, bias, norm, gate=gate)
-    out: tuple[Tensor, Tensor] = _backend(x).add_norm(x, residual, branch_weight, weight, bias, norm, gate)
-    return out
+    call = NormCall(x, residual, branch_weight, gate, weight, bias, norm)
+    checks.check_norm("add_norm", call)
+    total, normed, _, _ = _backend(x).norm_rows(call, total=call.adds, normed=weight is not None)
+    total = x if total is None else total
+    return total, total if normed is None else normed
 
 
 def post_norm(
@@ -133,8 +136,9 @@ def post_norm(
 
     Arguments as in ``add_norm_quantize``; the sum is rounded before its norm.
     """
-    checks.check_norm("post_norm", x, residual, None, weight, bias, norm)
-    out: Tensor = _backend(x).post_norm(x, residual, weight, bias, norm)
+    call = NormCall(x, residual, None, None, weight, bias, norm)
+    checks.check_norm("post_norm", call)
+    out: Tensor = _backend(x).norm_rows(call, normed=True)[1]
     return out
 
 
@@ -151,10 +155,10 @@ def post_norm_quantize(
 
     ``q`` and ``row_scale`` as in ``quantize_rows``.
     """
-    checks.check_norm("post_norm_quantize", x, residual, None, weight, bias, norm, input_scale, dtype)
-    arguments = (x, residual, weight, bias, norm, input_scale, dtype)
-    out: tuple[Tensor, Tensor, Tensor] = _backend(x).post_norm_quantize(*arguments)
-    return out
+    call = NormCall(x, residual, None, None, weight, bias, norm, input_scale, dtype)
+    checks.check_norm("post_norm_quantize", call)
+    _, normed, q, row_scale = _backend(x).norm_rows(call, normed=True)
+    return normed, q, row_scale
 
 
 def activation_quantize(

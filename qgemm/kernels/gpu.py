@@ -7,6 +7,6 @@ from qgemm.kernels.grouped.launcher import grouped_mm
 from qgemm.kernels.linear.launcher import quant_linear
 from qgemm.kernels.moe.launcher import experts
 from qgemm.kernels.moe.weight_launcher import weight_only_experts
-from qgemm.kernels.norm.launcher import add_norm, add_norm_quantize, norm_quantize, post_norm, post_norm_quantize
+from qgemm.kernels.norm.launcher import norm_rows
 from qgemm.kernels.quantize.launcher import quantize_groups, quantize_rows
 from qgemm.kernels.router.launcher import route

@@ -1,4 +1,4 @@
-"""``Norm``: the norm of a row, as the models' modules compute it.
+"""``Norm``: the norm of a row, as the models' modules compute it. ``NormCall``: a call of a function that has one.
 
 Everything is computed in float32. Models differ in where a value is rounded to the row's dtype, and that decides its
 bits.
@@ -6,6 +6,7 @@ bits.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +69,32 @@ class Norm:
             return weight * y.to(x.dtype)
         factor = weight.float() if self.kind == "rms_once" else 1.0 + weight.float()
         return (y * factor).to(x.dtype)
+
+
+class NormCall(NamedTuple):
+    """What a function of ``dispatch`` with a norm gets, which says what it is; None for what the function doesn't have.
+
+    ``dtype``: that of quantized rows; None if there are none.
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    branch_weight: Tensor | None
+    gate: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    norm: Norm
+    input_scale: Tensor | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether there is a total that isn't ``x`` itself."""
+        return self.residual is not None or self.branch_weight is not None or self.gate is not None
+
+
+NormOutputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""``total = residual + x``, its norm, the quantized rows of that and their scales; None for what isn't wanted."""
 
 
 def of_samples(vectors: Tensor, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import checks, dispatch
-from qgemm.kernels.norms import Norm, of_samples
+from qgemm.kernels.norms import Norm, NormCall, of_samples
 from qgemm.numerics.formats import INT8, OPERANDS
 from qgemm.ops.declare import NO_GRADIENT, operator
 from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
@@ -148,7 +148,8 @@ def _find_launch(tensors: _Tensors, norm: Norm, outputs: Any) -> Any:
     from qgemm.kernels.norm import launcher
 
     x, residual, branch_weight, weight, bias, input_scale, gate = tensors
-    return launcher.find_launch(x, residual, (branch_weight, gate, weight, bias), norm, outputs, input_scale)
+    call = NormCall(x, residual, branch_weight, gate, weight, bias, norm, input_scale)
+    return launcher.find_launch(call, outputs)
 
 
 def _post_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -244,10 +245,10 @@ def _declare(name: str, tensors: str, compute: Callable[..., Any], **gradients: 
         x, given = arguments[0], dict(zip(names, arguments, strict=False))
         residual, branch_weight, weight, bias = (given.get(each) for each in _OPERANDS)
         norm, others = Norm(*arguments[count:end]), rest(arguments)
-        checks.check_norm(name, x, residual, branch_weight, weight, bias, norm, **others)
-        adds = residual is not None or branch_weight is not None or "gate" in others
+        call = NormCall(x, residual, branch_weight, others.pop("gate", None), weight, bias, norm, **others)
+        checks.check_norm(name, call)
         made = (
-            x.new_empty(x.shape if adds else 0),
+            x.new_empty(x.shape if call.adds else 0),
             x.new_empty(0 if weight is None else x.shape),
             x.new_empty(x.shape, dtype=others.get("dtype", INT8.storage)),
             x.new_empty(x.shape[:-1], dtype=torch.float32),

@@ -379,6 +379,7 @@ def measured(launched: Launched, config: GemmConfig | None, target: GPUTarget) -
         assembly = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
         result = {key: len(re.findall(pattern, assembly)) for key, pattern in INSTRUCTIONS.items()}
         result |= {"spilled": spilled(compiled, target), "shared": compiled.metadata.shared}
+        result["stages"] = compiled.metadata.num_stages
         result["sums"] = layouts_of_sums(compiled.asm["ttgir"])
         if target.arch == 90 and "mbarrier.arrive.shared" in assembly:
             result["cubin"] = compiled.asm["cubin"]

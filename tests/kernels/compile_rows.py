@@ -8,7 +8,7 @@ from assumed_devices import META, Case
 from qgemm.kernels.activation import launcher as activate
 from qgemm.kernels.activations import GPT_OSS, GatedActivation
 from qgemm.kernels.norm import launcher as norms
-from qgemm.kernels.norms import MODULATED, Norm
+from qgemm.kernels.norms import MODULATED, Norm, NormCall
 from qgemm.kernels.sampling import launcher as sampling
 from qgemm.kernels.sampling.choice import Choice
 from qgemm.numerics.formats import FP8, INT8
@@ -52,7 +52,7 @@ def row_cases() -> Iterator[Case]:
 
 def modulated(K: int, dtype: torch.dtype) -> None:
     x, vectors = torch.empty(2, 256, K, dtype=dtype, device=META), torch.empty(2, K, dtype=dtype, device=META)
-    norms.add_norm_quantize(x, x, None, vectors, vectors, Norm(MODULATED), gate=vectors)
+    norms.norm_rows(NormCall(x, x, None, vectors, vectors, vectors, Norm(MODULATED), None, INT8.storage), total=True)
 
 
 def activation_behind(first: int, K: int, dtype: torch.dtype) -> None:
@@ -82,22 +82,24 @@ def vector(K: int, dtype: torch.dtype) -> torch.Tensor:
 
 def norm(K: int, dtype: torch.dtype, kind: Norm, static: bool = False, form: torch.dtype = INT8.storage) -> None:
     scale, bias = torch.empty((), device=META) if static else None, vector(K, dtype) if kind.is_layer else None
-    norms.norm_quantize(rows(K, dtype), vector(K, dtype), bias, kind, scale, form)
+    norms.norm_rows(NormCall(rows(K, dtype), None, None, None, vector(K, dtype), bias, kind, scale, form))
 
 
 def add_norm_quantize(K: int, dtype: torch.dtype, kind: Norm, sandwich: bool = False) -> None:
-    branch = vector(K, dtype) if sandwich else None
-    bias = vector(K, dtype) if kind.is_layer else None
-    norms.add_norm_quantize(rows(K, dtype), rows(K, dtype), branch, vector(K, dtype), bias, kind)
+    norms.norm_rows(sum_of(K, dtype, kind, sandwich), total=True)
 
 
 def post_norm_quantize(K: int, dtype: torch.dtype, kind: Norm) -> None:
-    bias = vector(K, dtype) if kind.is_layer else None
-    norms.post_norm_quantize(rows(K, dtype), rows(K, dtype), vector(K, dtype), bias, kind)
+    norms.norm_rows(sum_of(K, dtype, kind, False), normed=True)
 
 
 def add_norm(K: int, dtype: torch.dtype, kind: Norm) -> None:
-    norms.add_norm(rows(K, dtype), rows(K, dtype), vector(K, dtype), vector(K, dtype), None, kind)
+    norms.norm_rows(sum_of(K, dtype, kind, True)._replace(dtype=None), total=True, normed=True)
+
+
+def sum_of(K: int, dtype: torch.dtype, kind: Norm, sandwich: bool) -> NormCall:
+    branch, bias = vector(K, dtype) if sandwich else None, vector(K, dtype) if kind.is_layer else None
+    return NormCall(rows(K, dtype), rows(K, dtype), branch, None, vector(K, dtype), bias, kind, None, INT8.storage)
 
 
 def activation(K: int, dtype: torch.dtype, name: str, gated: bool, form: torch.dtype = INT8.storage) -> None:

@@ -36,9 +36,9 @@ def results(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
     # Which takes an eighth of the time, and changes the order of instructions at most.
     environment["TRITON_DISABLE_LINE_INFO"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    options = ["--complete"] if pytestconfig.getoption("--complete") else []
+    options, timeout = (["--complete"], 3600) if pytestconfig.getoption("--complete") else ([], 600)
     command = [sys.executable, str(SCRIPT), *options]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 
@@ -162,7 +162,8 @@ def test_operands_are_copied_16_bytes_at_a_time(target: str, results: list[Resul
     for r in of(results, target, *INT8, "matmul", "attention"):
         if "hopper" in r["case"] or r["kernel"].startswith(("_combine", "_store")):
             continue
-        assert r["cp_async_16"], r["case"]
+        # Rows of 512 float32 values leave registers for one block of keys: with one stage, nothing is copied ahead.
+        assert r["cp_async_16" if r["stages"] > 1 else "load_16"], r["case"]
         # The scales of int8 keys and values, and the places of keys: a number each.
         assert not r["cp_async_narrow"] or r["kernel"].startswith("_attend"), r["case"]
 

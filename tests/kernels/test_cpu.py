@@ -236,7 +236,7 @@ def test_no_activation_becomes_float32_as_a_whole(threads: int, as_many: int, mo
         with Largest() as largest:
             function(*arguments)
         # LayerNorm is one operator. Its mean and variance, which are float32 before PyTorch 2.15, nobody reads.
-        assert function in (cpu.add_norm, cpu.post_norm) or largest.bytes > 0, function.__name__
+        assert function in (dispatch.add_norm, dispatch.post_norm) or largest.bytes > 0, function.__name__
         assert largest.bytes <= as_many * 4 * 2**12, function.__name__
     with Largest() as largest:
         cpu.quant_linear(x, w, w_scale, None, None)
@@ -247,25 +247,25 @@ def test_no_activation_becomes_float32_as_a_whole(threads: int, as_many: int, mo
 
 
 def made_rows(x: Tensor, residual: Tensor, weight: Tensor) -> list[tuple[Callable[..., object], tuple[object, ...]]]:
-    """Functions of ``cpu`` and their arguments."""
+    """Functions and their arguments."""
     layer, rms, scale = Norm("layer", 1e-5), Norm("rms_plus_one"), torch.tensor(0.02)
     return [
-        (cpu.norm_quantize, (x, weight, weight, layer)),
-        (cpu.norm_quantize, (x, weight, None, rms, scale)),
-        (cpu.add_norm_quantize, (x, residual, None, weight, None, rms)),
-        (cpu.add_norm_quantize, (x, residual, weight, None, None, rms, scale)),
-        (cpu.add_norm_quantize, (x, residual, weight, weight, weight, layer)),
-        (cpu.add_norm, (x, residual, None, weight, None, rms)),
-        (cpu.add_norm, (x, None, weight, weight, None, rms)),
-        (cpu.add_norm, (x, None, None, weight, weight, layer)),
-        (cpu.add_norm, (x, residual, weight, None, None, layer)),
-        (cpu.post_norm, (x, residual, weight, weight, layer)),
-        (cpu.post_norm_quantize, (x, residual, weight, weight, layer)),
-        (cpu.post_norm_quantize, (x, residual, weight, None, rms, scale, FP8.storage)),
+        (dispatch.norm_quantize, (x, weight, weight, layer)),
+        (dispatch.norm_quantize, (x, weight, None, rms, scale)),
+        (dispatch.add_norm_quantize, (x, residual, None, weight, None, rms)),
+        (dispatch.add_norm_quantize, (x, residual, weight, None, None, rms, scale)),
+        (dispatch.add_norm_quantize, (x, residual, weight, weight, weight, layer)),
+        (dispatch.add_norm, (x, residual, None, weight, None, rms)),
+        (dispatch.add_norm, (x, None, weight, weight, None, rms)),
+        (dispatch.add_norm, (x, None, None, weight, weight, layer)),
+        (dispatch.add_norm, (x, residual, weight, None, None, layer)),
+        (dispatch.post_norm, (x, residual, weight, weight, layer)),
+        (dispatch.post_norm_quantize, (x, residual, weight, weight, layer)),
+        (dispatch.post_norm_quantize, (x, residual, weight, None, rms, scale, FP8.storage)),
         (cpu.activation_quantize, (x, "silu", True)),
         (cpu.activation_quantize, (x, "relu2", False, scale)),
-        (cpu.norm_quantize, (x, weight, None, rms, None, FP8.storage)),
-        (cpu.add_norm_quantize, (x, residual, weight, weight, None, rms, scale, FP8.storage)),
+        (dispatch.norm_quantize, (x, weight, None, rms, None, FP8.storage)),
+        (dispatch.add_norm_quantize, (x, residual, weight, weight, None, rms, scale, FP8.storage)),
         (cpu.activation_quantize, (x, "silu", True, None, FP8.storage)),
     ]
 

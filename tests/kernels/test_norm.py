@@ -1,6 +1,5 @@
 """The norm kernel: against ``reference.py`` and float64, and its three functions against one another, bit for bit."""
 
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,12 @@ from qgemm.numerics.formats import FP8, INT8
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 KINDS = pytest.mark.parametrize("kind", NORMS)
 Vectors = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@pytest.fixture(autouse=True)
+def _kernel_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU as well, in the interpreter."""
+    monkeypatch.setattr(dispatch, "_backend", lambda tensor: norm_launch)
 
 
 def vectors_of(kind: str, K: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -43,7 +48,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 def assert_parts_agree(x: Tensor, residual: Tensor, vectors: Vectors, norm: Norm, scale: Tensor | None = None) -> None:
     """All that the kernel gives, against the floats that it gives, which are compared with PyTorch's."""
     branch, weight, bias = vectors
-    total, normed = norm_launch.add_norm(x, residual, branch, weight, bias, norm)
+    total, normed = dispatch.add_norm(x, residual, branch, weight, bias, norm)
     wanted_total, _ = add_norm_reference(x, residual, branch, weight, bias, norm)
     finite = wanted_total.isfinite().all(-1)
     if branch is None:
@@ -56,21 +61,21 @@ def assert_parts_agree(x: Tensor, residual: Tensor, vectors: Vectors, norm: Norm
     rows = {form: quantize_rows_reference(normed, scale, dtype=form.storage) for form in formats}
     for form, q in rows.items():
         arguments = (x, residual, branch, weight, bias, norm, scale, form.storage)
-        found_total, *found = norm_launch.add_norm_quantize(*arguments)
+        found_total, *found = dispatch.add_norm_quantize(*arguments)
         assert same(found_total, total)
         assert found[0].dtype == form.storage
         assert all(same(*pair) for pair in zip(found, q, strict=True))
         assert found_total.shape == found[0].shape == x.shape
     if weight is not None:
         if branch is None:
-            assert same(norm_launch.post_norm(x, residual, weight, bias, norm), normed)
+            assert same(dispatch.post_norm(x, residual, weight, bias, norm), normed)
             for form, q in rows.items():
-                found = norm_launch.post_norm_quantize(x, residual, weight, bias, norm, scale, form.storage)
+                found = dispatch.post_norm_quantize(x, residual, weight, bias, norm, scale, form.storage)
                 assert all(same(*pair) for pair in zip(found, (normed, *q), strict=True))
         # Its norm alone, of the rounded sum: the same device code, the same bits.
-        assert same(norm_launch.add_norm(total, None, None, weight, bias, norm)[1], normed)
+        assert same(dispatch.add_norm(total, None, None, weight, bias, norm)[1], normed)
         for form, q in rows.items():
-            found = list(norm_launch.norm_quantize(total, weight, bias, norm, scale, form.storage))
+            found = list(dispatch.norm_quantize(total, weight, bias, norm, scale, form.storage))
             assert all(same(*pair) for pair in zip(found, q, strict=True))
         exact = exact_norm(total, weight, bias, norm)[finite]
         # Of values with a rounding or two, and of a mean that is taken off.
@@ -118,12 +123,12 @@ def test_the_bits_of_the_reference_where_sums_are_exact(kind: str, dtype: torch.
     branch, weight, bias = vectors_of(kind, 256, dtype, device)
     residual = torch.randint(-7, 8, (6, 256), device=device).to(dtype)
     norm = Norm(kind, 1e-5)
-    _, normed = norm_launch.add_norm(x, None, None, weight, bias, norm)
+    _, normed = dispatch.add_norm(x, None, None, weight, bias, norm)
     if kind == "layer":  # PyTorch's multiplies by a scale and adds a shift: rounded elsewhere, in float32
         torch.testing.assert_close(normed, norm(x, weight, bias), rtol=torch.finfo(dtype).eps, atol=1e-6)
     else:
         assert torch.equal(normed, norm(x, weight))
-    total, _ = norm_launch.add_norm(x, residual, branch, None, None, norm)
+    total, _ = dispatch.add_norm(x, residual, branch, None, None, norm)
     if kind != "layer":
         assert torch.equal(total, residual + norm(x, branch))
 
@@ -137,7 +142,7 @@ def test_what_is_not_finite(kind: str, device: torch.device) -> None:
     branch, weight, bias = vectors_of(kind, 70, torch.bfloat16, device)
     assert_parts_agree(x, residual, (None, weight, bias), Norm(kind))
     assert_parts_agree(x, residual, (branch, weight, bias), Norm(kind))
-    _, q, row_scale = norm_launch.add_norm_quantize(x, residual, None, weight, bias, Norm(kind))
+    _, q, row_scale = dispatch.add_norm_quantize(x, residual, None, weight, bias, Norm(kind))
     assert row_scale.isnan().tolist() == [False, True, True, True, False, False]
     assert not q[1:4].any()
     if bias is None:
@@ -147,7 +152,7 @@ def test_what_is_not_finite(kind: str, device: torch.device) -> None:
 def test_a_mean_far_from_0_leaves_a_variance(device: torch.device) -> None:
     # mean(x^2) - mean^2 would be lost in float32.
     x = 1000 + torch.randn(3, 512, device=device)
-    out = norm_launch.add_norm(x, None, None, torch.ones(512, device=device), None, Norm("layer"))[1]
+    out = dispatch.add_norm(x, None, None, torch.ones(512, device=device), None, Norm("layer"))[1]
     exact = exact_norm(x, torch.ones(512, device=device), None, Norm("layer"))
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=3e-4)
 
@@ -155,9 +160,9 @@ def test_a_mean_far_from_0_leaves_a_variance(device: torch.device) -> None:
 @pytest.mark.slow
 def test_rows_have_the_same_bits_in_any_number(device: torch.device) -> None:
     x, weight = torch.randn(17, 300, device=device).bfloat16(), torch.randn(300, device=device).bfloat16()
-    q, scale = norm_launch.norm_quantize(x, weight, None, Norm())
+    q, scale = dispatch.norm_quantize(x, weight, None, Norm())
     for row in (0, 16):
-        own_q, own_scale = norm_launch.norm_quantize(x[row : row + 1], weight, None, Norm())
+        own_q, own_scale = dispatch.norm_quantize(x[row : row + 1], weight, None, Norm())
         assert torch.equal(own_q[0], q[row])
         assert torch.equal(own_scale[0], scale[row])
 
@@ -177,11 +182,11 @@ def test_strides_and_empty_tensors(limit: int, device: torch.device, monkeypatch
     for shape in ((0, 70), (3, 0), (2, 0, 70)):
         empty = torch.empty(shape, device=device)
         vector = torch.ones(shape[-1], device=device)
-        total, q, scale = norm_launch.add_norm_quantize(empty, empty, vector, vector, None, Norm())
+        total, q, scale = dispatch.add_norm_quantize(empty, empty, vector, vector, None, Norm())
         assert total.shape == q.shape == shape
         assert torch.equal(scale, torch.ones(shape[:-1], device=device))
-        assert norm_launch.norm_quantize(empty, vector, None, Norm())[0].shape == shape
-        assert norm_launch.add_norm(empty, None, vector, vector, None, Norm())[1].shape == shape
+        assert dispatch.norm_quantize(empty, vector, None, Norm())[0].shape == shape
+        assert dispatch.add_norm(empty, None, vector, vector, None, Norm())[1].shape == shape
 
 
 @pytest.mark.parametrize("limit", [2**15, 100])  # held by a program; longer than that
@@ -197,13 +202,13 @@ def test_a_sample_has_vectors_of_its_own(
 
     def outputs(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor) -> tuple[Tensor, ...]:
         return (
-            *norm_launch.norm_quantize(x, weight, bias, norm),
-            *norm_launch.add_norm_quantize(x, residual, branch, weight, bias, norm, None, FP8.storage),
-            *norm_launch.add_norm(x, residual, None, weight, bias, norm),
-            *norm_launch.add_norm(x, residual, None, weight, bias, norm, gate),
-            *norm_launch.add_norm_quantize(x, residual, None, weight, bias, norm, None, INT8.storage, gate),
-            norm_launch.post_norm(x, residual, weight, bias, norm),
-            *norm_launch.post_norm_quantize(x, residual, weight, bias, norm),
+            *dispatch.norm_quantize(x, weight, bias, norm),
+            *dispatch.add_norm_quantize(x, residual, branch, weight, bias, norm, None, FP8.storage),
+            *dispatch.add_norm(x, residual, None, weight, bias, norm),
+            *dispatch.add_norm(x, residual, None, weight, bias, norm, gate),
+            *dispatch.add_norm_quantize(x, residual, None, weight, bias, norm, None, INT8.storage, gate),
+            dispatch.post_norm(x, residual, weight, bias, norm),
+            *dispatch.post_norm_quantize(x, residual, weight, bias, norm),
         )
 
     gate = torch.randn(3, 70, device=device).bfloat16()
@@ -215,19 +220,19 @@ def test_a_sample_has_vectors_of_its_own(
             # PyTorch rounds a layer norm with vectors [K] elsewhere.
             assert same(of_all[sample], wanted) or (limit == 100 and kind == "layer")
     exact = exact_norm(x, weight[:, None, None], None if given is None else given[:, None, None], norm)
-    normed = norm_launch.add_norm(x, None, None, weight, given, norm)[1]
+    normed = dispatch.add_norm(x, None, None, weight, given, norm)[1]
     torch.testing.assert_close(normed.double(), exact, rtol=2 * torch.finfo(x.dtype).eps, atol=2e-2)
-    total = norm_launch.add_norm(x, residual, None, None, None, norm, gate)[0]
+    total = dispatch.add_norm(x, residual, None, None, None, norm, gate)[0]
     assert torch.equal(total, residual + gate[:, None, None] * x)
 
 
 def test_what_is_not_asked_for_is_not_made(device: torch.device) -> None:
     x, weight = torch.randn(5, 40, device=device), torch.randn(40, device=device)
-    assert norm_launch.add_norm(x, None, None, weight, None, Norm())[0] is x
-    total, normed = norm_launch.add_norm(x, x, None, None, None, Norm())
+    assert dispatch.add_norm(x, None, None, weight, None, Norm())[0] is x
+    total, normed = dispatch.add_norm(x, x, None, None, None, Norm())
     assert normed is total
     assert torch.equal(total, x + x)
-    assert norm_launch.add_norm(x, None, None, None, None, Norm())[1] is x
+    assert dispatch.add_norm(x, None, None, None, None, Norm())[1] is x
 
 
 @pytest.mark.parametrize("K", [1, 64, 384, 768, 2048, 3072, 4096, 5120, 8192])
@@ -236,15 +241,3 @@ def test_a_program_holds_the_rows_of_all_models(K: int) -> None:
     assert blocks
     assert threads <= 1024
     assert block * blocks <= 64 * threads
-
-
-def test_a_user_gets_these(device: torch.device) -> None:
-    x, weight = torch.randn(5, 40, device=device), torch.randn(40, device=device)
-    arguments: tuple[Any, ...] = (x, x, weight, weight, None, Norm())
-    total, q, scale = dispatch.add_norm_quantize(*arguments)
-    wanted_total, normed = dispatch.add_norm(*arguments)
-    wanted_q, wanted_scale = dispatch.norm_quantize(total, weight, None, Norm())
-    assert torch.equal(total, wanted_total)
-    assert torch.equal(q, wanted_q)
-    assert torch.equal(scale, wanted_scale)
-    assert torch.equal(q, quantize_rows_reference(normed)[0])

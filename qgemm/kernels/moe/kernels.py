@@ -54,7 +54,7 @@ def _quantize_pairs_kernel(
 
     A program counts its pair's place among ``PAIRS`` pairs (a power of 2, at least ``P``); one more program writes the
     tiles. ``GROUPS``: a power of 2, at least ``E``. ``BLOCK``, ``BLOCKS``: see ``quantize_row``. ``E4M3``, ``GROUPED``:
-    see ``_quantize``.
+    see ``_write_row``.
     """
     if PDL:
         gdc_wait()
@@ -77,31 +77,31 @@ def _quantize_pairs_kernel(
         row = place.to(tl.int64)
         token = (pair // TOP_K).to(tl.int64)
         source = StridedRow(x + token * stride_xm, K, stride_xk)
-        if q_scale is None:
-            copy_row(source, q + row * K, tl.arange(0, BLOCK))
-        else:
-            _quantize(source, q, q_scale, row, tl.arange(0, BLOCK), BLOCKS, E4M3, GROUPED)
+        _write_row(source, q, q_scale, row, tl.arange(0, BLOCK), BLOCKS, E4M3, GROUPED)
 
 
 @triton.jit
-def _quantize(
+def _write_row(
     source, q, q_scale, row, offsets,
     BLOCKS: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes a row to row ``row`` of ``q``, whose rows have the same length. ``E4M3``: see ``row_quantization``.
+    """Quantizes a row to row ``row`` of ``q``, whose rows have the same length; copies it if ``q_scale`` is None.
 
-    ``GROUPED``: with a scale for each 128 values, contiguous.
+    ``E4M3``: see ``row_quantization``. ``GROUPED``: with a scale for each 128 values, contiguous.
     """
-    quantization = row_quantization(None, None, E4M3)
     own = q + row * source.length
-    if own.dtype.element_ty != tl.int8:
-        own = own.to(tl.pointer_type(tl.int8), bitcast=True)
-    if GROUPED:
-        quantize_row_groups(
-            source, quantization, own, q_scale + row * tl.cdiv(source.length, GROUP), 1, offsets, BLOCKS
-        )
+    if q_scale is None:
+        copy_row(source, own, offsets)
     else:
-        quantize_row(source, quantization, own, q_scale + row, offsets, BLOCKS)
+        quantization = row_quantization(None, None, E4M3)
+        if own.dtype.element_ty != tl.int8:
+            own = own.to(tl.pointer_type(tl.int8), bitcast=True)
+        if GROUPED:
+            quantize_row_groups(
+                source, quantization, own, q_scale + row * tl.cdiv(source.length, GROUP), 1, offsets, BLOCKS
+            )
+        else:
+            quantize_row(source, quantization, own, q_scale + row, offsets, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -166,7 +166,7 @@ def _quantize_tokens_kernel(
     """Each program quantizes a token: its row of ``x``, to each of the token's places in ``q``.
 
     ``BLOCKS``: how many blocks of ``BLOCK`` values hold the row. With 0, and with ``GROUPED``, it is quantized anew for
-    each place. ``E4M3``, ``GROUPED``: see ``_quantize``.
+    each place. ``E4M3``, ``GROUPED``: see ``_write_row``.
     """
     if PDL:
         gdc_wait()
@@ -178,25 +178,20 @@ def _quantize_tokens_kernel(
         q = q.to(tl.pointer_type(tl.int8), bitcast=True)
     HELD: tl.constexpr = 0 if GROUPED else BLOCKS
     blocks = load_blocks(source, offsets, HELD)
+    values = blocks
     if HELD and q_scale is not None:
         scale, values = quantize_blocks(blocks, row_quantization(None, None, E4M3), HELD)
     for j in tl.static_range(TOP_K):
         row = tl.load(position + token * TOP_K + j).to(tl.int64)
         if row >= 0:
-            if q_scale is None:
-                if HELD:
-                    for i in tl.static_range(HELD):
-                        k = i * BLOCK + offsets
-                        tl.store(q + row * K + k, blocks[i], mask=k < K)
-                else:
-                    copy_row(source, q + row * K, offsets)
-            elif HELD:
-                tl.store(q_scale + row, scale)
+            if not HELD:
+                _write_row(source, q, q_scale, row, offsets, BLOCKS, E4M3, GROUPED)
+            else:
+                if q_scale is not None:
+                    tl.store(q_scale + row, scale)
                 for i in tl.static_range(HELD):
                     k = i * BLOCK + offsets
                     tl.store(q + row * K + k, values[i], mask=k < K)
-            else:
-                _quantize(source, q, q_scale, row, offsets, BLOCKS, E4M3, GROUPED)
 
 
 @triton.jit
@@ -209,7 +204,7 @@ def _activate_kernel(
     """Each program activates a row of ``g``, ``[rows, 2K]`` or ``[rows, K]``, and quantizes it: ``q [rows, K]``.
 
     ``FUNCTION``, ``ACTIVATION``: as in ``GatedRow``. ``BLOCKS``: how many blocks of ``BLOCK`` values hold a row of
-    ``K``; with 0 it is computed twice, a block at a time. ``E4M3``, ``GROUPED``: see ``_quantize``.
+    ``K``; with 0 it is computed twice, a block at a time. ``E4M3``, ``GROUPED``: see ``_write_row``.
     """
     if PDL:
         gdc_wait()
@@ -218,10 +213,7 @@ def _activate_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row < GroupTiles(tiles).num_rows():
         source = GatedRow(g + row * K * (2 if ACTIVATION.gated else 1), K, FUNCTION, ACTIVATION)
-        if q_scale is None:
-            copy_row(source, q + row * K, tl.arange(0, BLOCK))
-        else:
-            _quantize(source, q, q_scale, row, tl.arange(0, BLOCK), BLOCKS, E4M3, GROUPED)
+        _write_row(source, q, q_scale, row, tl.arange(0, BLOCK), BLOCKS, E4M3, GROUPED)
 
 
 @triton.jit

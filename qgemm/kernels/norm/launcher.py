@@ -1,5 +1,5 @@
-"""Launcher of the norm kernel: ``norm_quantize``, ``add_norm_quantize``, ``add_norm``, ``post_norm`` and
-``post_norm_quantize`` on GPU tensors, or CPU tensors in Triton's interpreter.
+"""Launcher of the norm kernel: ``norm_rows`` computes all functions of ``dispatch`` with a norm on GPU tensors, or on
+CPU tensors in Triton's interpreter.
 
 They are one kernel with different parts left out, so a row has the same bits in all of them.
 """
@@ -11,159 +11,57 @@ from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.norm.kernels import _norm_kernel
-from qgemm.kernels.norms import Norm, of_samples
+from qgemm.kernels.norms import Norm, NormCall, NormOutputs, of_samples
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_ROW_BYTES = 32_768  # of a row that a program holds in registers; PyTorch normalizes longer ones
 
-Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""The branch's weight or its gate, and weight and bias of the norm of the sum."""
 
-
-def norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-) -> tuple[Tensor, Tensor]:
-    """``dispatch.norm_quantize`` on a GPU."""
-    if not _is_held(x):
-        return quantize.quantize_rows(norm(x, weight, bias), input_scale, dtype=dtype)
-    q, row_scale = _empty_rows(x, dtype)
-    _run(x, None, (None, None, weight, bias), norm, (None, None, q, row_scale), input_scale)
-    return q, row_scale
-
-
-def add_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``dispatch.add_norm_quantize`` on a GPU."""
-    if not _is_held(x):
-        total, normed = _add_norm_by_torch(x, residual, (branch_weight, gate, weight, bias), norm)
-        return total, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
-    total, (q, row_scale) = x.new_empty(x.shape), _empty_rows(x, dtype)
-    _run(x, residual, (branch_weight, gate, weight, bias), norm, (total, None, q, row_scale), input_scale)
-    return total, q, row_scale
-
-
-def add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    branch_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: Norm,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``dispatch.add_norm`` on a GPU."""
-    vectors = branch_weight, gate, weight, bias
-    if not _is_held(x):
-        return _add_norm_by_torch(x, residual, vectors, norm)
-    total = None if residual is None and branch_weight is None and gate is None else x.new_empty(x.shape)
-    normed = None if weight is None else x.new_empty(x.shape)
-    if total is not None or normed is not None:
-        _run(x, residual, vectors, norm, (total, normed, None, None), None)
-    total = x if total is None else total
-    return total, total if normed is None else normed
-
-
-def post_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-) -> Tensor:
-    """``dispatch.post_norm`` on a GPU."""
-    if not _is_held(x):
-        return _add_norm_by_torch(x, residual, (None, None, weight, bias), norm)[1]
-    normed = x.new_empty(x.shape)
-    _run(x, residual, (None, None, weight, bias), norm, (None, normed, None, None), None)
-    return normed
-
-
-def post_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``dispatch.post_norm_quantize`` on a GPU."""
-    if not _is_held(x):
-        normed = post_norm(x, residual, weight, bias, norm)
-        return normed, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
-    normed, (q, row_scale) = x.new_empty(x.shape), _empty_rows(x, dtype)
-    _run(x, residual, (None, None, weight, bias), norm, (None, normed, q, row_scale), input_scale)
-    return normed, q, row_scale
-
-
-def _is_held(x: Tensor) -> bool:
-    """Whether a program can hold a row."""
-    return 0 < x.shape[-1] * x.itemsize <= MAX_ROW_BYTES
+def norm_rows(call: NormCall, total: bool = False, normed: bool = False) -> NormOutputs:
+    """The functions of ``dispatch`` with a norm on a GPU: the floats that are wanted, and rows of ``call.dtype``."""
+    x, dtype = call.x, call.dtype
+    if not 0 < x.shape[-1] * x.itemsize <= MAX_ROW_BYTES:
+        return _by_torch(call)
+    outputs = (
+        x.new_empty(x.shape) if total else None,
+        x.new_empty(x.shape) if normed else None,
+        None if dtype is None else x.new_empty(x.shape, dtype=dtype),
+        None if dtype is None else x.new_empty(x.shape[:-1], dtype=torch.float32),
+    )
+    if x.numel() and (total or normed or dtype is not None):
+        launch, tensors = find_launch(call, outputs)
+        launch(*tensors)
+    return outputs
 
 
 @torch.no_grad()
-def _add_norm_by_torch(x: Tensor, residual: Tensor | None, vectors: Vectors, norm: Norm) -> tuple[Tensor, Tensor]:
-    branch_weight, gate, weight, bias = vectors
+def _by_torch(call: NormCall) -> NormOutputs:
+    """As ``norm_rows``, for rows that no program can hold; all floats are made anyway."""
+    x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype = call
     total = x if branch_weight is None else norm(x, branch_weight)
     total = total if gate is None else total * of_samples(gate, x)
     if residual is not None:
         total = residual + total
-    return total, total if weight is None else norm(total, weight, bias)
+    normed = total if weight is None else norm(total, weight, bias)
+    rows = (None, None) if dtype is None else quantize.quantize_rows(normed, input_scale, dtype=dtype)
+    return total, normed, *rows
 
 
-def _empty_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-def _run(
-    x: Tensor,
-    residual: Tensor | None,
-    vectors: Vectors,
-    norm: Norm,
-    outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    scale: Tensor | None,
-) -> None:
-    """The kernel. ``outputs``: total, normed, q and row_scale."""
-    if x.numel():
-        launch, tensors = find_launch(x, residual, vectors, norm, outputs, scale)
-        launch(*tensors)
-
-
-def find_launch(
-    x: Tensor,
-    residual: Tensor | None,
-    vectors: Vectors,
-    norm: Norm,
-    outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    scale: Tensor | None,
-) -> tuple[Launch, tuple[Tensor | None, ...]]:
+def find_launch(call: NormCall, outputs: NormOutputs) -> tuple[Launch, tuple[Tensor | None, ...]]:
     """The launch of such a call, and what to call it with."""
+    x, residual, *vectors, norm, scale, _ = call
     K = x.shape[-1]
     rows = x.reshape(-1, K)
     residuals = None if residual is None else residual.reshape(-1, K)
-    vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
+    vectors = [each if each is None else each.contiguous() for each in vectors]
     (_, gate, weight, _), (total, normed, q, row_scale) = vectors, outputs
     dtype = INT8.storage if q is None else q.dtype
     kind = (
-        _run, rows.shape, rows.stride(), rows.dtype, rows.device, None if residuals is None else residuals.stride(),
-        *[each is None for each in (*vectors, *outputs, scale)], _samples_of(weight),
-        _samples_of(gate), norm, dtype,
+        norm_rows, rows.shape, rows.stride(), rows.dtype, rows.device,
+        None if residuals is None else residuals.stride(), *[each is None for each in (*vectors, *outputs, scale)],
+        _samples_of(weight), _samples_of(gate), norm, dtype,
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
@@ -188,7 +86,9 @@ def _make_launch(
     numbers = (M, K, vector_rows, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
     constants = (norm, by_sample > 0, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
     warps = max(1, threads // limits.warp_size)
-    return Launch(_norm_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
+    # Such rows are read value by value. ptxas would rather spill than have a program less on an SM, but not on Hopper.
+    registers = 255 if K % 16 and limits.warp_size == 32 and not limits.hopper else None
+    return Launch(_norm_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl, max_registers=registers)
 
 
 def row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:

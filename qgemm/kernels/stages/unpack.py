@@ -330,7 +330,8 @@ def _decoded(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     elif FORMAT == "fp4":
         return _signed(_small_float(codes & 7, 1, 0.5), codes >> 3).to(DTYPE)
     else:
-        return rounded(_looked_up_value(codes, FORMAT, 0, 16), DTYPE)
+        bits = _looked_up_bits(codes.to(tl.int32), FORMAT, 0, 4)
+        return rounded(bits.to(tl.float32, bitcast=True), DTYPE)
 
 
 @triton.jit
@@ -348,14 +349,19 @@ def _signed(magnitudes, negative):
 
 
 @triton.jit
-def _looked_up_value(codes, FORMAT: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """The value of codes, of which ``COUNT`` from ``FIRST`` on are left to choose from."""
-    if COUNT == 1:
-        return tl.full(codes.shape, codebook_value(FORMAT, FIRST), tl.float32)
+def _looked_up_bits(codes, FORMAT: tl.constexpr, FIRST: tl.constexpr, LEFT: tl.constexpr):
+    """The float32 bits of the values of int32 codes, which are ``FIRST`` plus their last ``LEFT`` bits.
+
+    Masks are values, not conditions: AMD has few scalar registers for those, and Triton would look up each value in
+    every warp that multiplies it.
+    """
+    if LEFT == 0:
+        return tl.full(codes.shape, codebook_value(FORMAT, FIRST), tl.float32).to(tl.int32, bitcast=True)
     else:
-        HALF: tl.constexpr = COUNT // 2
-        low = _looked_up_value(codes, FORMAT, FIRST, HALF)
-        return tl.where(codes >= FIRST + HALF, _looked_up_value(codes, FORMAT, FIRST + HALF, HALF), low)
+        low = _looked_up_bits(codes, FORMAT, FIRST, LEFT - 1)
+        high = _looked_up_bits(codes, FORMAT, FIRST + (1 << LEFT - 1), LEFT - 1)
+        mask = (codes << (32 - LEFT)) >> 31
+        return high & mask | low & ~mask
 
 
 @constexpr_function

@@ -292,7 +292,7 @@ def _make_plan(
                 memory.keep_graph_counts(x.get_device())
             return tiles_plan(config, form, M, N, K, strides, x.dtype, limits)
     if M <= MAX_PLAIN_ROWS:
-        return Plan((M, N), _plain_launch(form, M, N, K, strides))
+        return Plan((M, N), _plain_launch(form, M, N, K, strides, limits))
     return Plan((M, N), _dequantize_launch(form, N, K, *strides[1:3]), made=(N, K))
 
 
@@ -323,8 +323,10 @@ def _fits_tiles(M: int, form: StoredForm, factors: Tensor) -> bool:
     return all(size % WORD == 0 for size in sizes)
 
 
-def _plain_launch(form: StoredForm, M: int, N: int, K: int, strides: tuple[int, ...]) -> Launch:
+def _plain_launch(form: StoredForm, M: int, N: int, K: int, strides: tuple[int, ...], limits: DeviceLimits) -> Launch:
     rows = max(16, min(64, next_power_of_2(M)))
+    if limits.warp_size == 64 and K % 16:
+        rows = 16  # each value of x has a mask of its own, in one of about a hundred scalar registers
     tiles = cdiv(M, rows)
     return Launch(
         kernels._weight_only_kernel, tiles * cdiv(N, PLAIN_COLUMNS), (M, N, K, *strides, N),
