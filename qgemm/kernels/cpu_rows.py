@@ -140,8 +140,8 @@ def add_norm_quantize(
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.add_norm_quantize`` on the CPU."""
-    x = x if gate is None else x * of_samples(gate, x)
     total = x.new_empty(x.shape)
+    x = x if gate is None else x * of_samples(gate, x)
 
     def values(x: Tensor, residual: Tensor, total: Tensor) -> Tensor:
         branch = x if branch_weight is None else norm(x, branch_weight)
@@ -164,9 +164,10 @@ def add_norm(
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.add_norm`` on the CPU, a few rows at a time."""
-    x, adds = x if gate is None else x * of_samples(gate, x), residual is not None or branch_weight is not None
+    adds = residual is not None or branch_weight is not None or gate is not None
     total = x.new_empty(x.shape) if adds else x
     normed = total if weight is None else x.new_empty(x.shape)
+    x = x if gate is None else x * of_samples(gate, x)
     rows, totals, out = as_rows(x), as_rows(total), as_rows(normed)
     residuals = None if residual is None else as_rows(residual)
     for block in blocks_of(rows.shape[0], x.shape[-1], of_all_threads(VALUES_AT_A_TIME)):
@@ -176,7 +177,7 @@ def add_norm(
         if residuals is not None:
             added = residuals[block] + added
         if adds:
-            totals[block] = added
+            added = totals[block].copy_(added)
         if weight is not None:
             out[block] = norm(added, weight, bias)
     return total, normed

@@ -136,6 +136,16 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "gate is torch.float32 [2, 4]; it must be torch.float32 [3, 4], as x is",
     ),
     (
+        lambda: add_norm_quantize(norm=Norm("layer"), weight=ones(4, dtype=F64)),
+        ValueError,
+        "weight is torch.float64 [4]; it must be torch.bfloat16 or torch.float32 [4] or [3, 4], as x is",
+    ),
+    (
+        lambda: add_norm_quantize(norm=Norm("layer"), weight=ones(4, dtype=F32), bias=ones(4, dtype=BF16)),
+        ValueError,
+        "bias is torch.bfloat16 [4] and weight torch.float32 [4]: they must be alike",
+    ),
+    (
         lambda: dispatch.activation_quantize(ones(3, 5, dtype=F32), "silu", True),
         ValueError,
         "x has 5 columns; gates and ups side by side are an even number of them",

@@ -221,6 +221,34 @@ def test_a_sample_has_vectors_of_its_own(
     assert torch.equal(total, residual + gate[:, None, None] * x)
 
 
+@pytest.mark.parametrize("limit", [2**15, 100])  # held by a program; longer than that
+@pytest.mark.parametrize("kind", ["layer", MODULATED])
+def test_float32_vectors_are_not_rounded(
+    kind: str, limit: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_launch, "MAX_ROW_BYTES", limit)
+    monkeypatch.setattr(norm_launch, "plans", PlanCache())
+    x, residual = (torch.randn(3, 5, 70, device=device).bfloat16() for _ in range(2))
+    weight, bias, gate = torch.randn(3, 3, 70, device=device).unbind(1)  # one stride between samples
+    norm = Norm(kind, 1e-5)
+    total, normed = norm_launch.add_norm(x, residual, None, weight, bias, norm, gate)
+    assert total.dtype == normed.dtype == torch.bfloat16
+    assert torch.equal(total, (residual.float() + x * gate[:, None]).bfloat16())
+    exact = exact_norm(total, weight[:, None], bias[:, None], norm)
+    assert (normed != exact.bfloat16()).float().mean() < 0.01  # another rounding would change a quarter
+    found = norm_launch.add_norm_quantize(x, residual, None, weight, bias, norm, gate=gate)
+    assert all(same(*pair) for pair in zip(found, (total, *quantize_rows_reference(normed)), strict=True))
+    # Strides that differ, a row's own vectors, and one for all.
+    apart = norm_launch.add_norm(x, residual, None, weight, bias.contiguous(), norm, gate)
+    assert all(same(*pair) for pair in zip(apart, (total, normed), strict=True))
+    by_row = [each.repeat_interleave(5, dim=0) for each in (weight, bias, gate)]
+    rows = norm_launch.add_norm(x.view(15, 70), residual.view(15, 70), None, *by_row[:2], norm, by_row[2])
+    assert all(same(of_rows.view(3, 5, 70), wanted) for of_rows, wanted in zip(rows, (total, normed), strict=True))
+    one = norm_launch.add_norm(x[:1], residual[:1], None, weight[0], bias[0], norm, gate[:1])
+    assert all(same(*pair) for pair in zip(one, (total[:1], normed[:1]), strict=True)) or limit == 100
+    assert torch.equal(norm_launch.add_norm(x, None, None, None, None, norm, gate)[0], (x * gate[:, None]).bfloat16())
+
+
 def test_what_is_not_asked_for_is_not_made(device: torch.device) -> None:
     x, weight = torch.randn(5, 40, device=device), torch.randn(40, device=device)
     assert norm_launch.add_norm(x, None, None, weight, None, Norm())[0] is x

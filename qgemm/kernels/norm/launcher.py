@@ -124,6 +124,7 @@ def _add_norm_by_torch(x: Tensor, residual: Tensor | None, vectors: Vectors, nor
     total = total if gate is None else total * of_samples(gate, x)
     if residual is not None:
         total = residual + total
+    total = total.to(x.dtype)
     return total, total if weight is None else norm(total, weight, bias)
 
 
@@ -157,20 +158,30 @@ def find_launch(
     K = x.shape[-1]
     rows = x.reshape(-1, K)
     residuals = None if residual is None else residual.reshape(-1, K)
-    vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
+    vectors, vector_stride = _with_one_stride(vectors)
     (_, gate, weight, _), (total, normed, q, row_scale) = vectors, outputs
     dtype = INT8.storage if q is None else q.dtype
+    samples = _samples_of(weight), _samples_of(gate), vector_stride
     kind = (
         _run, rows.shape, rows.stride(), rows.dtype, rows.device, None if residuals is None else residuals.stride(),
-        *[each is None for each in (*vectors, *outputs, scale)], _samples_of(weight),
-        _samples_of(gate), norm, dtype,
+        *[None if each is None else each.dtype for each in vectors], *[each is None for each in (*outputs, scale)],
+        *samples, norm, dtype,
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        launch = plans.keep(kind, _make_launch(rows, residuals, _samples_of(weight), _samples_of(gate), norm, dtype))
+        launch = plans.keep(kind, _make_launch(rows, residuals, *samples, norm, dtype))
     # The kernel gets fp8 as bytes.
     q = None if q is None else q.view(torch.int8)
     return launch, (rows, residuals, *vectors, total, normed, q, row_scale, scale)
+
+
+def _with_one_stride(vectors: Vectors) -> tuple[Vectors, int]:
+    """``vectors`` with contiguous values, and the stride between the samples of those that have a row for each."""
+    strides = {each.stride(0) for each in vectors if each is not None and each.ndim == 2}
+    if len(strides) <= 1 and all(each is None or each.stride(-1) == 1 for each in vectors):
+        return vectors, strides.pop() if strides else 0
+    vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
+    return _with_one_stride(vectors)
 
 
 def _samples_of(vectors: Tensor | None) -> int:
@@ -179,13 +190,19 @@ def _samples_of(vectors: Tensor | None) -> int:
 
 
 def _make_launch(
-    rows: Tensor, residuals: Tensor | None, by_sample: int, gated: int, norm: Norm, dtype: torch.dtype
+    rows: Tensor,
+    residuals: Tensor | None,
+    by_sample: int,
+    gated: int,
+    vector_stride: int,
+    norm: Norm,
+    dtype: torch.dtype,
 ) -> Launch:
     (M, K), limits = rows.shape, device_limits(rows.device)
     vector_rows = M // max(by_sample, gated, 1)
     block, blocks, threads = row_blocks(K, rows.itemsize)
     grid, next_early = quantize.programs(M, limits)
-    numbers = (M, K, vector_rows, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
+    numbers = (M, K, vector_rows, vector_stride, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
     constants = (norm, by_sample > 0, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
     warps = max(1, threads // limits.warp_size)
     return Launch(_norm_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
