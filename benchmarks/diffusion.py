@@ -1,9 +1,9 @@
 """Times diffusion transformers on a GPU: ``python -m benchmarks.diffusion --help``.
 
 Models are diffusers' in bfloat16, with random weights, a few blocks of full width, and the tokens of an image of 1024 x
-1024 pixels. Ways to run each take turns: as it is, quantized to int8, fused as well, and, with ``--compile``, compiled
-by PyTorch. Of a call are measured what it takes in eager mode, with the host's time, and what its kernels take, in a
-CUDA graph.
+1024 pixels, or of a video. Ways to run each take turns: as it is, quantized to int8, fused as well, and, with
+``--compile``, compiled by PyTorch. Of a call are measured what it takes in eager mode, with the host's time, and what
+its kernels take, in a CUDA graph.
 
 Before they are timed, outputs are compared with those of the float model in eager mode.
 """
@@ -28,6 +28,8 @@ from qgemm_cli.timing import QUICK, Effort, Pass
 
 HEADS = {"attention_head_dim": 128, "num_attention_heads": 24}
 SIDE = 64  # tokens along each side of an image of 1024 pixels
+VIDEO_HEADS = {"attention_head_dim": 128, "num_attention_heads": 40}
+VIDEO = (11, 60, 104)  # what 41 frames of 480 x 832 pixels become: 17,160 tokens
 MAX_ERROR = 0.1
 COMPILED = {f"{way}, compiled": way for way in (FLOAT, "int8")}
 COMPILED_ERROR = 0.5
@@ -86,10 +88,22 @@ def sd3(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
     return model, inputs
 
 
+def wan(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """Wan 2.1 or 2.2, 14B, with 2 of 40 blocks: text to video."""
+    from diffusers import WanTransformer3DModel
+
+    inputs = {
+        "hidden_states": random(1, 16, *VIDEO, device=device),
+        "encoder_hidden_states": random(1, 512, 4096, device=device),
+    }
+    return WanTransformer3DModel(num_layers=2, **VIDEO_HEADS), inputs
+
+
 MODELS: dict[str, Callable[[torch.device], tuple[nn.Module, dict[str, Any]]]] = {
     "flux": flux,
     "qwen-image": qwen_image,
     "sd3": sd3,
+    "wan": wan,
 }
 
 
@@ -144,7 +158,23 @@ def build(name: str, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
             parameter.data.normal_(std=parameter[0].numel() ** -0.5)
     given["timestep"] = torch.tensor([0.5], device=device).expand(given["hidden_states"].shape[0])
     inputs = {key: x.bfloat16() if torch.is_tensor(x) else x for key, x in given.items()}
-    return model.to(torch.bfloat16).eval().requires_grad_(False), inputs
+    return in_bfloat16(model).eval().requires_grad_(False), inputs
+
+
+def in_bfloat16(model: Any) -> nn.Module:
+    """``model`` in bfloat16, apart from what diffusers' ``from_pretrained`` keeps in float32."""
+    floats = {*(model._keep_in_fp32_modules or ())}
+    kept = {name: x.data for name, x in values_of(model) if not floats.isdisjoint(name.split("."))}
+    model.to(torch.bfloat16)
+    for name, x in values_of(model):
+        if name in kept:
+            x.data = kept[name]
+    return model  # type: ignore[no-any-return]
+
+
+def values_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by name."""
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def random(*shape: int, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qgemm.fusion.branches import NotFused
+from qgemm.fusion.diffusion_cross import cross_arguments, find_wan
 from qgemm.fusion.diffusion_joint import find_flux, find_qwen, find_sd3, find_single, joint_arguments
 from qgemm.fusion.diffusion_parts import PACKAGE
 from qgemm.fusion.report import FusionRecord
@@ -98,4 +99,5 @@ _FAMILIES = {
     "FluxSingleTransformerBlock": Family(find_single, joint_arguments),
     "QwenImageTransformerBlock": Family(find_qwen, joint_arguments),
     "JointTransformerBlock": Family(find_sd3, joint_arguments),
+    "WanTransformerBlock": Family(find_wan, cross_arguments),
 }
