@@ -50,6 +50,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "rotate": rotated,
         "rotary_angles": (torch.arange(6, device=device).view(2, 3), torch.rand(4, device=device), 1.0, "twice", dtype),
         "rotate_and_store": (*rotated, *stores.to(dtype), None, None, length),
+        "rotate_and_store first": (*rotated, *stores.to(dtype), None, None, None),
         "rotate_and_store int8": (*rotated, *stores.to(torch.int8), *stores[..., 0].contiguous(), length),
         "quantize_rows": (x, None),
         "quantize_rows static": (x.view(1, 5, 16), one),

@@ -34,6 +34,7 @@ from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.steps import NormStep, read
 from qgemm.ops.norms import add_norm_quantize
+from qgemm.ops.rotary import rotate
 
 ANGLES = "rotary_emb"
 """The block's name for cosines and sines ``[1, S, 1, D]``, each value twice."""
@@ -137,7 +138,7 @@ class FusedCrossBlock(DiffusionBlock):
         # A row of vectors for each sample or token.
         x = x.reshape(len(first.gate), -1, K)
         qkv = of_qkv.product(modulated(x, first, (of_qkv,)), dtype).view(B, S, -1)
-        q, k, v = torch.ops.qgemm.rotate(*self.attention.call(qkv, self.norms, _positions(context[ANGLES])))
+        q, k, v = rotate(self.attention.call(qkv, self.norms, _positions(context[ANGLES])))
         del qkv
         branch = out_of.product(self.attention(q, k, v, None), dtype)
         del q, k, v

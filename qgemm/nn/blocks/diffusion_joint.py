@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.rotary.call import KeyValueStore
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.nn.blocks.attention import HeadNorms
 from qgemm.nn.blocks.diffusion import (
@@ -33,6 +34,7 @@ from qgemm.nn.blocks.diffusion import (
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Input, Operands
+from qgemm.ops.rotary import rotate, rotate_and_store
 from qgemm.ops.rows import activation_quantize
 
 ANGLES = "image_rotary_emb"
@@ -139,14 +141,14 @@ class FusedJointBlock(StreamsBlock):
         modulations = [stream.modulations(context[TIME]) for stream in self.streams]
         shape = len(tokens[0]), self.attention.heads, before + tokens[1].shape[1], self.attention.head_dim
         k, v = (tokens[0].new_empty(shape) for _ in range(2))
-        queries, end = [], 0
+        queries, start = [], 0
         for i, x in enumerate(tokens):
             qkv = own[i][0].product(modulated(x, modulations[i][0], own[i]), x.dtype)
-            end += x.shape[1]
-            length = torch.full((1,), end, dtype=torch.int32, device=x.device)
             call = self.attention.call(qkv, self.streams[i].norms, positions[i])
-            queries.append(torch.ops.qgemm.rotate_and_store(*call, k, v, None, None, length))
-        attended = self.attention(torch.cat(queries, dim=1), k, v, self._mask(context, end - before))
+            place = slice(start, start := start + x.shape[1])
+            stored = KeyValueStore(k[:, :, place], v[:, :, place], None, None, None)
+            queries.append(rotate_and_store(call, stored))
+        attended = self.attention(torch.cat(queries, dim=1), k, v, self._mask(context, start - before))
         parts = attended[:, :before], attended[:, before:]
         done = [_add_branches(x, parts[i], self.streams[i].mlp, own[i], modulations[i]) for i, x in enumerate(tokens)]
         outputs = dict(zip(self.names, done, strict=True))
@@ -200,7 +202,7 @@ class FusedSingleBlock(StreamsBlock):
         (modulation,) = self.stream.modulations(context[TIME])
         into = modulated(x, modulation, (of_qkv,))
         qkv = of_qkv.product(into, x.dtype)
-        q, k, v = torch.ops.qgemm.rotate(*self.attention.call(qkv, self.stream.norms, positions))
+        q, k, v = rotate(self.attention.call(qkv, self.stream.norms, positions))
         del qkv
         attended = self.attention(q, k, v, None)
         del q, k, v
