@@ -88,6 +88,19 @@ def sd3(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
     return model, inputs
 
 
+def hunyuan_video(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """HunyuanVideo with 2 of 20 blocks of two streams, and 2 of 40 of one stream."""
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    inputs = {
+        "hidden_states": random(1, 16, *VIDEO, device=device), "guidance": torch.tensor([6e3], device=device),
+        "encoder_hidden_states": random(1, 256, 4096, device=device),
+        "encoder_attention_mask": torch.arange(256, device=device)[None] < 100,
+        "pooled_projections": random(1, 768, device=device),
+    }  # fmt: skip
+    return HunyuanVideoTransformer3DModel(num_layers=2, num_single_layers=2, guidance_embeds=True, **HEADS), inputs
+
+
 def wan(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
     """Wan 2.1 or 2.2, 14B, with 2 of 40 blocks: text to video."""
     from diffusers import WanTransformer3DModel
@@ -103,6 +116,7 @@ MODELS: dict[str, Callable[[torch.device], tuple[nn.Module, dict[str, Any]]]] = 
     "flux": flux,
     "qwen-image": qwen_image,
     "sd3": sd3,
+    "hunyuan-video": hunyuan_video,
     "wan": wan,
 }
 
@@ -157,7 +171,7 @@ def build(name: str, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
         if parameter.dim() > 1:
             parameter.data.normal_(std=parameter[0].numel() ** -0.5)
     given["timestep"] = torch.tensor([0.5], device=device).expand(given["hidden_states"].shape[0])
-    inputs = {key: x.bfloat16() if torch.is_tensor(x) else x for key, x in given.items()}
+    inputs = {key: x.bfloat16() if torch.is_tensor(x) and x.dtype != torch.bool else x for key, x in given.items()}
     return in_bfloat16(model).eval().requires_grad_(False), inputs
 
 

@@ -18,7 +18,7 @@ def test_the_table_compares_with_bfloat16() -> None:
     assert rows[1] == ["flux", "int8, fused", "10.00", "2.00", "9.00", "2.00", "0.035"]
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("flux", 6), ("qwen-image", 4), ("wan", 2)])
+@pytest.mark.parametrize(("name", "blocks"), [("flux", 6), ("qwen-image", 4), ("hunyuan-video", 4), ("wan", 2)])
 def test_models(name: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
     monkeypatch.setattr(diffusion, "SIDE", 4)

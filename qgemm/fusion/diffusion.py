@@ -14,12 +14,20 @@ from torch import nn
 
 from qgemm.fusion.branches import NotFused
 from qgemm.fusion.diffusion_cross import cross_arguments, find_wan
-from qgemm.fusion.diffusion_joint import find_flux, find_qwen, find_sd3, find_single, joint_arguments
+from qgemm.fusion.diffusion_joint import (
+    find_flux,
+    find_flux_single,
+    find_hunyuan_video,
+    find_hunyuan_video_single,
+    find_qwen,
+    find_sd3,
+    joint_arguments,
+)
 from qgemm.fusion.diffusion_parts import PACKAGE
 from qgemm.fusion.report import FusionRecord
 from qgemm.fusion.verify import MAX_ERROR, random_values, relative_error
 from qgemm.nn.blocks.binding import bind
-from qgemm.nn.blocks.diffusion import IMAGE, TEXT, DiffusionBlock
+from qgemm.nn.blocks.diffusion import DiffusionBlock
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.linear_layer import LinearLayer
 
@@ -77,8 +85,7 @@ def _error_of(fused: DiffusionBlock, block: nn.Module) -> tuple[float, str]:
             found = fused(operands, context)  # type: ignore[arg-type]
         except Exception as raised:  # a block may raise anything
             return float("inf"), f"it can't be verified: it can't be called ({type(raised).__name__}: {raised})"
-        # Blocks return the text's tokens, too, unless they only read them.
-        given = (context[IMAGE],) if isinstance(expected, torch.Tensor) else (context[TEXT], context[IMAGE])
+        given = [context[name] for name in fused.returned]
         expected, found = ((each,) if isinstance(each, torch.Tensor) else each for each in (expected, found))
         if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in expected]:
             return float("inf"), ""
@@ -96,8 +103,10 @@ def _float_like(block: nn.Module) -> torch.dtype:
 
 _FAMILIES = {
     "FluxTransformerBlock": Family(find_flux, joint_arguments),
-    "FluxSingleTransformerBlock": Family(find_single, joint_arguments),
+    "FluxSingleTransformerBlock": Family(find_flux_single, joint_arguments),
     "QwenImageTransformerBlock": Family(find_qwen, joint_arguments),
     "JointTransformerBlock": Family(find_sd3, joint_arguments),
+    "HunyuanVideoTransformerBlock": Family(find_hunyuan_video, joint_arguments),
+    "HunyuanVideoSingleTransformerBlock": Family(find_hunyuan_video_single, joint_arguments),
     "WanTransformerBlock": Family(find_wan, cross_arguments),
 }

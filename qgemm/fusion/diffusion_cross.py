@@ -41,7 +41,8 @@ def find_wan(block: nn.Module) -> FusedCrossBlock:
     return FusedCrossBlock(
         block, find_modulated(block, "norm1", "FP32LayerNorm"), attention, qkv, norms, out, _find_step(block, "norm2"),
         cross, query, _find_step(block, "attn2.norm_q"), tuple(sources), cross_out,
-        find_modulated(block, "norm3", "FP32LayerNorm"), find_mlp(block.get_submodule("ffn")), **fields_of(block),
+        find_modulated(block, "norm3", "FP32LayerNorm"), find_mlp(block.get_submodule("ffn")), returned=(IMAGE,),
+        **fields_of(block),
     )  # fmt: skip
 
 

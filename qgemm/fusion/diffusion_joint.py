@@ -1,9 +1,9 @@
-"""Finds blocks of Flux, Qwen-Image and Stable Diffusion 3: ``nn/blocks/diffusion_joint.py``."""
+"""Finds blocks of Flux, Qwen-Image, Stable Diffusion 3 and HunyuanVideo: ``nn/blocks/diffusion_joint.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -20,10 +20,11 @@ from qgemm.fusion.diffusion_parts import (
 )
 from qgemm.fusion.probe import normal, uniform
 from qgemm.nn.blocks.diffusion import IMAGE, TEXT, TIME, Positions
-from qgemm.nn.blocks.diffusion_joint import ANGLES, FusedJointBlock, FusedSingleBlock, Stream, StreamsBlock
+from qgemm.nn.blocks.diffusion_joint import ANGLES, MASK, FusedJointBlock, FusedSingleBlock, Stream, StreamsBlock
 from qgemm.nn.blocks.merged import why_apart
 from qgemm.nn.blocks.mlp import FusedMlp
 
+_HUNYUAN_VIDEO = "HunyuanVideoAttnProcessor2_0"
 _BATCH, _TEXT_TOKENS, _IMAGE_TOKENS = 2, 5, 12
 
 
@@ -54,9 +55,15 @@ _TEXT = Names(
 )
 
 
+_TEXT_FIRST, _IMAGE_FIRST = (TEXT, IMAGE), (IMAGE, TEXT)
+_OF_FLUX = {TEXT: _TEXT, IMAGE: _IMAGE}
+
+FindPositions: TypeAlias = Callable[[Mapping[str, Any], int], tuple[Positions, ...]]
+
+
 def find_flux(block: nn.Module) -> FusedJointBlock:
     """Flux's block of two streams."""
-    return _find_joint(block, "FluxAttnProcessor", ((TEXT, _TEXT), (IMAGE, _IMAGE)), _real_positions, (TEXT,))
+    return _find_joint(block, "FluxAttnProcessor", _OF_FLUX, _TEXT_FIRST, _real_positions, limited=(TEXT,))
 
 
 def find_qwen(block: nn.Module) -> FusedJointBlock:
@@ -65,8 +72,8 @@ def find_qwen(block: nn.Module) -> FusedJointBlock:
         raise NotFused("it modulates some tokens of an image in another way than others")
     image = Names(("img_mod.0", "img_mod.1"), ("img_norm1", "img_norm2"), *_IMAGE_QKV, "img_mlp")
     text = Names(("txt_mod.0", "txt_mod.1"), ("txt_norm1", "txt_norm2"), *_TEXT_QKV, "txt_mlp")
-    streams = (TEXT, text), (IMAGE, image)
-    return _find_joint(block, "QwenDoubleStreamAttnProcessor2_0", streams, _complex_positions, (TEXT, IMAGE))
+    streams, processor = {TEXT: text, IMAGE: image}, "QwenDoubleStreamAttnProcessor2_0"
+    return _find_joint(block, processor, streams, _TEXT_FIRST, _complex_positions, limited=_TEXT_FIRST)
 
 
 def find_sd3(block: nn.Module) -> FusedJointBlock:
@@ -75,26 +82,48 @@ def find_sd3(block: nn.Module) -> FusedJointBlock:
         raise NotFused("it has two attentions, or returns no text")
     if block._chunk_size is not None:
         raise NotFused("its MLPs are computed in chunks")
-    return _find_joint(block, "JointAttnProcessor2_0", ((IMAGE, _IMAGE), (TEXT, _TEXT)), _no_positions, ())
+    return _find_joint(block, "JointAttnProcessor2_0", _OF_FLUX, _IMAGE_FIRST, _no_positions)
+
+
+def find_hunyuan_video(block: nn.Module) -> FusedJointBlock:
+    """HunyuanVideo's block of two streams."""
+    return _find_joint(block, _HUNYUAN_VIDEO, _OF_FLUX, _IMAGE_FIRST, _positions_of_first, returned=_IMAGE_FIRST)
 
 
 def _find_joint(
     block: nn.Module,
     processor: str,
-    streams: tuple[tuple[str, Names], tuple[str, Names]],
-    find_positions: Callable[[Mapping[str, Any], int], tuple[Positions, Positions]],
-    limited: tuple[str, ...],
+    streams: Mapping[str, Names],
+    order: tuple[str, str],
+    find_positions: FindPositions,
+    limited: tuple[str, ...] = (),
+    returned: tuple[str, str] = _TEXT_FIRST,
 ) -> FusedJointBlock:
-    """A block of two ``streams``: the names of their tokens, and of their modules."""
+    """A block of two ``streams``, by the names of their tokens, which attention reads in this ``order``."""
     attention = find_attention(block, "attn", processor)
-    (first_name, first), (second_name, second) = ((name, _find_stream(block, names)) for name, names in streams)
-    names, others = (first_name, second_name), fields_of(block, {*first.modulation, *second.modulation})
-    return FusedJointBlock(attention, find_positions, first, second, names, limited, **others)
+    first, second = (_find_stream(block, streams[name]) for name in order)
+    others = fields_of(block, {*first.modulation, *second.modulation})
+    return FusedJointBlock(attention, order, limited, find_positions, first, second, returned=returned, **others)
 
 
-def find_single(block: nn.Module) -> FusedSingleBlock:
+def find_flux_single(block: nn.Module) -> FusedSingleBlock:
     """Flux's block of one stream."""
-    attention = find_attention(block, "attn", "FluxAttnProcessor")
+    return _find_single(block, "FluxAttnProcessor", _TEXT_FIRST, _positions_of_all, limited=_TEXT_FIRST)
+
+
+def find_hunyuan_video_single(block: nn.Module) -> FusedSingleBlock:
+    """HunyuanVideo's block of one stream."""
+    return _find_single(block, _HUNYUAN_VIDEO, _IMAGE_FIRST, _positions_of_first)
+
+
+def _find_single(
+    block: nn.Module,
+    processor: str,
+    order: tuple[str, str],
+    find_positions: FindPositions,
+    limited: tuple[str, ...] = (),
+) -> FusedSingleBlock:
+    attention = find_attention(block, "attn", processor)
     shared = [find_layer(block, name) for name in (*_QKV, "proj_mlp")]
     if reason := why_apart(shared):
         raise NotFused(reason)
@@ -106,7 +135,8 @@ def find_single(block: nn.Module) -> FusedSingleBlock:
     modulation = tuple(map(block.get_submodule, ("norm.silu", "norm.linear")))
     norms = find_head_norms(block, _IMAGE.head_norms)
     stream = Stream(modulation, (find_modulated(block, "norm.norm"),), qkv, norms, out, mlp)
-    return FusedSingleBlock(attention, _real_positions, stream, **fields_of(block, {*modulation}))
+    others = fields_of(block, {*modulation})
+    return FusedSingleBlock(attention, order, limited, find_positions, stream, returned=order, **others)
 
 
 def _find_stream(block: nn.Module, names: Names) -> Stream:
@@ -125,31 +155,53 @@ def joint_arguments(fused: StreamsBlock, dtype: torch.dtype, device: torch.devic
     K = fused.streams[0].qkv.layers[0].in_features
     sizes = {TEXT: (_BATCH, _TEXT_TOKENS, K), IMAGE: (_BATCH, _IMAGE_TOKENS, K), TIME: (_BATCH, K)}
     made: dict[str, Any] = {name: normal(size, generator).to(device, dtype) for name, size in sizes.items()}
-    if ANGLES in fused.defaults:
-        D, tokens = fused.attention.head_dim, _TEXT_TOKENS + _IMAGE_TOKENS
-        angles = (uniform((tokens, D // 2), generator) * 6.28).to(device)
+    for name in {*ANGLES} & fused.defaults.keys():
+        tokens = _IMAGE_TOKENS + (0 if fused.find_positions is _positions_of_first else _TEXT_TOKENS)
+        angles = (uniform((tokens, fused.attention.head_dim // 2), generator) * 6.28).to(device)
         if fused.find_positions is _complex_positions:
             turned = torch.polar(torch.ones_like(angles), angles)
-            made[ANGLES] = turned[_TEXT_TOKENS:], turned[:_TEXT_TOKENS]
+            made[name] = turned[_TEXT_TOKENS:], turned[:_TEXT_TOKENS]
         else:
             angles = angles.repeat_interleave(2, dim=1)
-            made[ANGLES] = angles.cos(), angles.sin()
+            made[name] = angles.cos(), angles.sin()
+    if MASK in fused.defaults:
+        made[MASK] = (uniform((_BATCH, 1, 1, _TEXT_TOKENS + _IMAGE_TOKENS), generator) < 0.8).to(device)
     return [made]
 
 
-def _real_positions(context: Mapping[str, Any], first: int) -> tuple[Positions, Positions]:
+def _angles_of(context: Mapping[str, Any]) -> Any:
+    return next((context[name] for name in ANGLES if context.get(name) is not None), None)
+
+
+def _positions_of_all(context: Mapping[str, Any], first: int) -> tuple[Positions]:
     """Flux's: cosines and sines ``[S, D]`` of all tokens, each value twice."""
-    if context.get(ANGLES) is None:
+    angles = _angles_of(context)
+    if angles is None:
+        return (None,)
+    cos, sin = (each[None, :, ::2].float() for each in angles)
+    return ((cos, sin),)
+
+
+def _real_positions(context: Mapping[str, Any], first: int) -> tuple[Positions, Positions]:
+    """The same, of the first tokens and of the others."""
+    (positions,) = _positions_of_all(context, first)
+    if positions is None:
         return None, None
-    cos, sin = (each[None, :, ::2].float() for each in context[ANGLES])
+    cos, sin = positions
     return (cos[:, :first], sin[:, :first]), (cos[:, first:], sin[:, first:])
+
+
+def _positions_of_first(context: Mapping[str, Any], first: int) -> tuple[Positions, Positions]:
+    """HunyuanVideo's: cosines and sines of the image; a text has none."""
+    return *_positions_of_all(context, first), None
 
 
 def _complex_positions(context: Mapping[str, Any], first: int) -> tuple[Positions, Positions]:
     """Qwen-Image's: complex numbers ``[S, D / 2]`` of the image and of the text."""
-    if context.get(ANGLES) is None:
+    angles = _angles_of(context)
+    if angles is None:
         return None, None
-    image, text = ((each.real[None], each.imag[None]) for each in context[ANGLES])
+    image, text = ((each.real[None], each.imag[None]) for each in angles)
     return text, image
 
 

@@ -58,6 +58,19 @@ def sd3(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module,
     return ready(model, inputs, dtype)
 
 
+def hunyuan_video(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    sizes = {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 1}
+    others = {"text_embed_dim": 24, "pooled_projection_dim": 16, "in_channels": 4, "out_channels": 4}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 32, "rope_axes_dim": (8, 12, 12)}
+    model = diffusers.HunyuanVideoTransformer3DModel(guidance_embeds=False, **sizes, **others, **heads)
+    inputs = {
+        "hidden_states": random(2, 4, 2, 2, 3), "encoder_hidden_states": random(2, TEXT, 24),
+        "encoder_attention_mask": torch.arange(TEXT) < torch.tensor([[TEXT], [3]]),
+        "pooled_projections": random(2, 16),
+    }  # fmt: skip
+    return ready(model, inputs, dtype)
+
+
 def wan(dtype: torch.dtype = torch.float32, by_token: bool = False, **settings: Any) -> tuple[nn.Module, Inputs]:
     sizes = {"in_channels": 4, "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 128, "num_layers": 2}
     model = diffusers.WanTransformer3DModel(num_attention_heads=2, attention_head_dim=32, **sizes, **settings)
@@ -78,6 +91,7 @@ FAMILIES: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {
     "qwen": qwen,
     "sd3": sd3,
     "sd3.5": lambda dtype=torch.float32: sd3(dtype, qk_norm="rms_norm"),
+    "hunyuan-video": hunyuan_video,
     "wan": wan,
     "wan-tokens": lambda dtype=torch.float32: wan(dtype, by_token=True),
     "wan-image": wan_with_image,

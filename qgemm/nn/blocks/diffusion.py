@@ -84,9 +84,13 @@ class Modulation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DiffusionBlock(FusedModule):
-    """How a block computes. ``defaults``: the arguments of its ``forward``, in order."""
+    """How a block computes.
+
+    ``defaults``: the arguments of its ``forward``, in order; ``returned``: those whose tokens it returns, in order.
+    """
 
     defaults: Mapping[str, Any] = field(kw_only=True)
+    returned: tuple[str, ...] = field(kw_only=True)
 
     @property
     @abstractmethod

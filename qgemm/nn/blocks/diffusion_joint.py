@@ -1,8 +1,8 @@
 """Blocks of diffusion transformers in which tokens of a text and of an image attend to one another.
 
-A ``FusedJointBlock`` (Flux, Qwen-Image, Stable Diffusion 3) has two streams, the tokens of a text and of an image, with
-layers of their own and one attention over all tokens. A ``FusedSingleBlock`` (Flux) has one stream, and one product
-behind attention and MLP, which are computed side by side.
+A ``FusedJointBlock`` (Flux, Qwen-Image, Stable Diffusion 3, HunyuanVideo) has two streams, the tokens of a text and of
+an image, with layers of their own and one attention over all tokens. A ``FusedSingleBlock`` (Flux, HunyuanVideo) has
+one stream, and one product behind attention and MLP, which are computed side by side.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.ops.rotary import rotate, rotate_and_store
 from qgemm.ops.rows import activation_quantize
 
-ANGLES = "image_rotary_emb"
-"""The blocks' name for cosines and sines, or for complex numbers."""
+ANGLES = ("image_rotary_emb", "freqs_cis")
+"""The blocks' names for cosines and sines, or for complex numbers."""
+MASK = "attention_mask"
 MAX_FLOAT16 = 65504.0
 """Flux and Qwen-Image limit what float16 blocks return to this."""
 
-_KNOWN = {IMAGE, TEXT, TIME, ANGLES, f"{TEXT}_mask"}
+_KNOWN = {IMAGE, TEXT, TIME, *ANGLES, MASK, f"{TEXT}_mask"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +81,16 @@ class Stream:
 class StreamsBlock(DiffusionBlock):
     """What both kinds have in common.
 
-    ``find_positions``: ``(context, tokens of the first stream) -> positions of both``.
+    - ``names``: the names of the arguments with tokens, in the order of the tokens in attention; ``limited``: of those
+      that are limited in float16.
+    - ``find_positions``: ``(context, number of the first tokens) -> positions`` of the first tokens and of the others,
+      or of all.
     """
 
     attention: BlockAttention
-    find_positions: Callable[[Mapping[str, Any], int], tuple[Positions, Positions]]
+    names: tuple[str, str]
+    limited: tuple[str, ...]
+    find_positions: Callable[[Mapping[str, Any], int], tuple[Positions, ...]]
 
     @property
     @abstractmethod
@@ -109,19 +115,33 @@ class StreamsBlock(DiffusionBlock):
         others = (value for name, value in context.items() if name not in _KNOWN)
         return len(image) == len(text) == len(time) and all(value is None or _is_empty(value) for value in others)
 
+    def _attend(self, parts: list[tuple[Tensor, HeadNorms | None, Positions]], mask: Tensor | None) -> Tensor:
+        """Attention over the tokens of all ``parts``: their product, norms and positions. Frees them before that."""
+        if len(parts) == 1:
+            q, k, v = rotate(self.attention.call(*parts.pop()))
+            return self.attention(q, k, v, mask)
+        first, tokens = parts[0][0], sum(part[0].shape[1] for part in parts)
+        shape = len(first), self.attention.heads, tokens, self.attention.head_dim
+        k, v = first.new_empty(shape), first.new_empty(shape)
+        del first
+        queries, start = [], 0
+        while parts:
+            call = self.attention.call(*parts.pop(0))
+            place = slice(start, start := start + call.qkv.shape[1])
+            stored = KeyValueStore(k[:, :, place], v[:, :, place], None, None, None)
+            queries.append(rotate_and_store(call, stored))
+            del call
+        q = torch.cat(queries, dim=1)
+        del queries
+        return self.attention(q, k, v, mask)
+
 
 @dataclass(frozen=True, eq=False)
 class FusedJointBlock(StreamsBlock):
-    """How a block of two streams computes.
-
-    - ``first``, ``second``: the streams, in the order of their tokens in attention; ``names``: their arguments' names.
-    - ``limited``: the streams that are limited in float16, by the names of their arguments.
-    """
+    """How a block of two streams computes: ``first``, ``second``, in the order of ``names``."""
 
     first: Stream
     second: Stream
-    names: tuple[str, str]
-    limited: tuple[str, ...]
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -133,35 +153,32 @@ class FusedJointBlock(StreamsBlock):
         """The weights of all products."""
         return (*self.first.products, *self.second.products)
 
-    def __call__(self, operands: tuple[Operands, ...], context: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def __call__(self, operands: tuple[Operands, ...], context: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The tokens of the text and of the image, as the block returns them."""
         tokens = [context[name] for name in self.names]
         own, before = (operands[:4], operands[4:]), tokens[0].shape[1]
-        positions = self.find_positions(context, before)
         modulations = [stream.modulations(context[TIME]) for stream in self.streams]
-        shape = len(tokens[0]), self.attention.heads, before + tokens[1].shape[1], self.attention.head_dim
-        k, v = (tokens[0].new_empty(shape) for _ in range(2))
-        queries, start = [], 0
-        for i, x in enumerate(tokens):
-            qkv = own[i][0].product(modulated(x, modulations[i][0], own[i]), x.dtype)
-            call = self.attention.call(qkv, self.streams[i].norms, positions[i])
-            place = slice(start, start := start + x.shape[1])
-            stored = KeyValueStore(k[:, :, place], v[:, :, place], None, None, None)
-            queries.append(rotate_and_store(call, stored))
-        attended = self.attention(torch.cat(queries, dim=1), k, v, self._mask(context, start - before))
-        parts = attended[:, :before], attended[:, before:]
-        done = [_add_branches(x, parts[i], self.streams[i].mlp, own[i], modulations[i]) for i, x in enumerate(tokens)]
-        outputs = dict(zip(self.names, done, strict=True))
+        products = [own[i][0].product(modulated(x, modulations[i][0], own[i]), x.dtype) for i, x in enumerate(tokens)]
+        norms = [stream.norms for stream in self.streams]
+        parts = [*zip(products, norms, self.find_positions(context, before), strict=True)]
+        del products
+        attended = self._attend(parts, _mask(context, tokens[1].shape[1]))
+        of_streams = attended[:, :before], attended[:, before:]
+        outputs = {
+            name: _add_branches(x, of_streams[i], self.streams[i].mlp, own[i], modulations[i])
+            for i, (name, x) in enumerate(zip(self.names, tokens, strict=True))
+        }
         for name in self.limited:
             outputs[name] = limited(outputs[name])
-        return outputs[TEXT], outputs[IMAGE]
+        return tuple([outputs[name] for name in self.returned])
 
-    def _mask(self, context: Mapping[str, Any], others: int) -> Tensor | None:
-        """Which keys count, ``[B, 1, 1, S]``; ``others``: tokens without a mask, behind those that have one."""
-        mask = context.get(f"{TEXT}_mask")
-        if mask is None:
-            return None
-        return torch.cat([mask, mask.new_ones((mask.shape[0], others), dtype=torch.bool)], dim=1)[:, None, None]
+
+def _mask(context: Mapping[str, Any], others: int) -> Tensor | None:
+    """Which keys count, ``[B, 1, 1, S]``; ``others``: tokens without a mask, behind those of a text that has one."""
+    mask: Tensor | None = context.get(f"{TEXT}_mask")
+    if mask is None:
+        return context.get(MASK)
+    return torch.cat([mask, mask.new_ones((mask.shape[0], others), dtype=torch.bool)], dim=1)[:, None, None]
 
 
 def _add_branches(
@@ -193,27 +210,29 @@ class FusedSingleBlock(StreamsBlock):
         """The weights of all products."""
         return (self.stream.qkv, *self.stream.mlp.products)
 
-    def __call__(self, operands: tuple[Operands, ...], context: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def __call__(self, operands: tuple[Operands, ...], context: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The tokens of the text and of the image, as the block returns them."""
         of_qkv, of_mlp, out_of = operands
-        text = context[TEXT].shape[1]
-        x = torch.cat([context[TEXT], context[IMAGE]], dim=1)
-        positions, _ = self.find_positions(context, x.shape[1])
+        tokens = [context[name] for name in self.names]
+        before = tokens[0].shape[1]
+        x = torch.cat(tokens, dim=1)
         (modulation,) = self.stream.modulations(context[TIME])
         into = modulated(x, modulation, (of_qkv,))
-        qkv = of_qkv.product(into, x.dtype)
-        q, k, v = rotate(self.attention.call(qkv, self.stream.norms, positions))
-        del qkv
-        attended = self.attention(q, k, v, None)
-        del q, k, v
+        qkv, positions = of_qkv.product(into, x.dtype), self.find_positions(context, before)
+        products = [qkv] if len(positions) == 1 else [qkv[:, :before], qkv[:, before:]]
+        parts = [(product, self.stream.norms, own) for product, own in zip(products, positions, strict=True)]
+        del qkv, products
+        attended = self._attend(parts, _mask(context, 0))
         h = of_mlp.product(into, x.dtype)
         if out_of.reads_rows:
             how = self.stream.mlp.activation_name, False, out_of.input_scale, out_of.dtype
             both: Input = QuantizedRows(*activation_quantize(h, *how, attended))
         else:
             both = torch.cat([attended, self.stream.mlp.activation(h)], dim=2)
-        x = limited(gated(out_of.product(both, x.dtype), x, modulation.gate))
-        return x[:, :text], x[:, text:]
+        x = gated(out_of.product(both, x.dtype), x, modulation.gate)
+        x = limited(x) if self.limited else x
+        outputs = dict(zip(self.names, (x[:, :before], x[:, before:]), strict=True))
+        return tuple([outputs[name] for name in self.returned])
 
 
 def limited(x: Tensor) -> Tensor:
