@@ -244,6 +244,8 @@ def test_float32_vectors_are_not_rounded(
     by_row = [each.repeat_interleave(5, dim=0) for each in (weight, bias, gate)]
     rows = norm_launch.add_norm(x.view(15, 70), residual.view(15, 70), None, *by_row[:2], norm, by_row[2])
     assert all(same(of_rows.view(3, 5, 70), wanted) for of_rows, wanted in zip(rows, (total, normed), strict=True))
+    sample = norm_launch.add_norm(x[:1], residual[:1], None, weight[:1], bias[0].clone()[None], norm, gate[:1])
+    assert all(same(*pair) for pair in zip(sample, (total[:1], normed[:1]), strict=True))
     one = norm_launch.add_norm(x[:1], residual[:1], None, weight[0], bias[0], norm, gate[:1])
     assert all(same(*pair) for pair in zip(one, (total[:1], normed[:1]), strict=True)) or limit == 100
     assert torch.equal(norm_launch.add_norm(x, None, None, None, None, norm, gate)[0], (x * gate[:, None]).bfloat16())

@@ -177,11 +177,12 @@ def find_launch(
 
 def _with_one_stride(vectors: Vectors) -> tuple[Vectors, int]:
     """``vectors`` with contiguous values, and the stride between the samples of those that have a row for each."""
-    strides = {each.stride(0) for each in vectors if each is not None and each.ndim == 2}
-    if len(strides) <= 1 and all(each is None or each.stride(-1) == 1 for each in vectors):
-        return vectors, strides.pop() if strides else 0
-    vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
-    return _with_one_stride(vectors)
+    given = [each for each in vectors if each is not None]
+    strides = {each.stride(0) for each in given if each.ndim == 2 and each.shape[0] > 1}
+    if len(strides) > 1 or any(each.stride(-1) != 1 for each in given):
+        vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
+        strides = {given[0].shape[-1]}
+    return vectors, strides.pop() if strides else 0
 
 
 def _samples_of(vectors: Tensor | None) -> int:
