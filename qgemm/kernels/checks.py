@@ -100,8 +100,6 @@ def check_activation_quantize(
     _check_quantized("activation_quantize", dtype)
     check_activate(x, activation, gated)
     if prefix is not None:
-        if gated:
-            raise ValueError("prefix is for activations without gates: pass gated=False, or no prefix")
         if prefix.dtype != x.dtype or prefix.shape[:-1] != x.shape[:-1] or prefix.ndim != x.ndim:
             wanted = f"{x.dtype} {[*x.shape[:-1], 'P']}, as x is"
             raise ValueError(f"prefix is {prefix.dtype} {list(prefix.shape)}; it must be {wanted}")

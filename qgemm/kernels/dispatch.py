@@ -174,7 +174,7 @@ def activation_quantize(
     rounded to the dtype of ``x``, and so is the product, as float modules do. Returns ``q [..., I]`` and ``row_scale``
     as from ``quantize_rows``.
 
-    ``prefix``: ``[..., P]``, without ``gated``: ``cat(prefix, act(x))`` is quantized, ``[..., P + I]``.
+    ``prefix``: ``[..., P]``: ``cat(prefix, ...)`` is quantized, ``[..., P + I]``.
     """
     checks.check_activation_quantize(x, activation, gated, input_scale, dtype, prefix)
     out: tuple[Tensor, Tensor] = _backend(x).activation_quantize(x, activation, gated, input_scale, dtype, prefix)

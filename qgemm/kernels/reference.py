@@ -185,7 +185,7 @@ def activation_quantize_reference(
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows_reference(round(round(act(gate)) * up), input_scale)`` of ``x [..., 2I]``, gates before ups.
 
-    Without ``gated``, it quantizes ``round(act(x))``; with ``prefix``, ``cat(prefix, round(act(x)))``. ``round`` is to
+    Without ``gated``, it quantizes ``round(act(x))``; with ``prefix``, ``cat(prefix, ...)``. ``round`` is to
     the dtype of ``x``.
     """
     values = activated(x, activation, gated)

@@ -114,11 +114,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     # activation_quantize
     (
-        lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "silu", True, prefix=ones(3, 4, dtype=F32)),
-        ValueError,
-        "prefix is for activations without gates",
-    ),
-    (
         lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "silu", False, prefix=ones(2, 4, dtype=F32)),
         ValueError,
         "prefix is torch.float32 [2, 4]; it must be torch.float32 [3, 'P'], as x is",

@@ -60,6 +60,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "activation_quantize static": (x.view(1, 5, 16), "gelu_tanh", False, one),
         "activation_quantize fp8": (x, "silu", True, None, E4M3),
         "activation_quantize prefix": (x, "gelu", False, None, None, x[:, :8]),
+        "activation_quantize gated prefix": (x[:, 4:], "silu", True, None, None, x[:, :4]),
         "norm_quantize": (x, gamma, None, *norm, None),
         "norm_quantize fp8": (x, gamma, None, *norm, one, E4M3),
         "add_norm_quantize fp8": (x, x.flip(0), None, gamma, None, *norm, None, E4M3),
