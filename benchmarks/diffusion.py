@@ -27,6 +27,7 @@ from benchmarks.timing import median_seconds
 from qgemm_cli.timing import QUICK, Effort, Pass
 
 HEADS = {"attention_head_dim": 128, "num_attention_heads": 24}
+FLUX2_HEADS = {"num_attention_heads": 48}
 SIDE = 64  # tokens along each side of an image of 1024 pixels
 VIDEO_HEADS = {"attention_head_dim": 128, "num_attention_heads": 40}
 VIDEO = (11, 60, 104)  # what 41 frames of 480 x 832 pixels become: 17,160 tokens
@@ -58,6 +59,21 @@ def flux(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
         "encoder_hidden_states": random(1, 512, 4096, device=device),
         "pooled_projections": random(1, 768, device=device),
         "img_ids": torch.cat([ids[:, :1] * 0, ids], dim=1), "txt_ids": ids.new_zeros(512, 3),
+    }  # fmt: skip
+    return model, inputs
+
+
+def flux2(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """FLUX.2 with 1 of 8 blocks of two streams, and 2 of 48 of one stream."""
+    from diffusers import Flux2Transformer2DModel
+
+    model = Flux2Transformer2DModel(num_layers=1, num_single_layers=2, **{**HEADS, **FLUX2_HEADS})
+    ids = torch.stack(torch.meshgrid(*2 * [torch.arange(SIDE, device=device)], indexing="ij"), dim=-1).view(-1, 2)
+    zeros = ids[:, :1] * 0
+    inputs = {
+        "hidden_states": random(1, SIDE**2, 128, device=device), "guidance": torch.tensor([3.5], device=device),
+        "encoder_hidden_states": random(1, 512, 15_360, device=device),
+        "img_ids": torch.cat([zeros, ids, zeros], dim=1), "txt_ids": ids.new_zeros(512, 4),
     }  # fmt: skip
     return model, inputs
 
@@ -114,6 +130,7 @@ def wan(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
 
 MODELS: dict[str, Callable[[torch.device], tuple[nn.Module, dict[str, Any]]]] = {
     "flux": flux,
+    "flux2": flux2,
     "qwen-image": qwen_image,
     "sd3": sd3,
     "hunyuan-video": hunyuan_video,

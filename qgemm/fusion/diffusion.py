@@ -16,12 +16,15 @@ from qgemm.fusion.branches import NotFused
 from qgemm.fusion.diffusion_cross import cross_arguments, find_wan
 from qgemm.fusion.diffusion_joint import (
     find_flux,
+    find_flux2,
+    find_flux2_parallel,
     find_flux_single,
     find_hunyuan_video,
     find_hunyuan_video_single,
     find_qwen,
     find_sd3,
     joint_arguments,
+    parallel_arguments,
 )
 from qgemm.fusion.diffusion_parts import PACKAGE
 from qgemm.fusion.report import FusionRecord
@@ -104,6 +107,8 @@ def _float_like(block: nn.Module) -> torch.dtype:
 _FAMILIES = {
     "FluxTransformerBlock": Family(find_flux, joint_arguments),
     "FluxSingleTransformerBlock": Family(find_flux_single, joint_arguments),
+    "Flux2TransformerBlock": Family(find_flux2, joint_arguments),
+    "Flux2SingleTransformerBlock": Family(find_flux2_parallel, parallel_arguments),
     "QwenImageTransformerBlock": Family(find_qwen, joint_arguments),
     "JointTransformerBlock": Family(find_sd3, joint_arguments),
     "HunyuanVideoTransformerBlock": Family(find_hunyuan_video, joint_arguments),

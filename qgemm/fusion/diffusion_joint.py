@@ -1,4 +1,4 @@
-"""Finds blocks of Flux, Qwen-Image, Stable Diffusion 3 and HunyuanVideo: ``nn/blocks/diffusion_joint.py``."""
+"""Finds blocks of Flux 1 and 2, Qwen-Image, Stable Diffusion 3 and HunyuanVideo: ``nn/blocks/diffusion_joint.py``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qgemm.fusion.branches import NotFused, merge
 from qgemm.fusion.diffusion_parts import (
     GELU,
+    check_is_swiglu,
     fields_of,
     find_attention,
     find_head_norms,
@@ -19,8 +20,16 @@ from qgemm.fusion.diffusion_parts import (
     find_modulated,
 )
 from qgemm.fusion.probe import normal, uniform
-from qgemm.nn.blocks.diffusion import IMAGE, TEXT, TIME, Positions
-from qgemm.nn.blocks.diffusion_joint import ANGLES, MASK, FusedJointBlock, FusedSingleBlock, Stream, StreamsBlock
+from qgemm.nn.blocks.diffusion import IMAGE, TEXT, TIME, BlockAttention, Positions
+from qgemm.nn.blocks.diffusion_joint import (
+    ANGLES,
+    MASK,
+    FusedJointBlock,
+    FusedParallelBlock,
+    FusedSingleBlock,
+    Stream,
+    StreamsBlock,
+)
 from qgemm.nn.blocks.merged import why_apart
 from qgemm.nn.blocks.mlp import FusedMlp
 
@@ -31,7 +40,8 @@ _BATCH, _TEXT_TOKENS, _IMAGE_TOKENS = 2, 5, 12
 class Names(NamedTuple):
     """The dotted names of a stream's modules.
 
-    ``modulation``: the modules called on the time step's embedding; ``norms``: the norms before the branches.
+    ``modulation``: the modules called on the time step's embedding, the argument ``time``; ``norms``: the norms before
+    the branches.
     """
 
     modulation: tuple[str, ...]
@@ -40,6 +50,7 @@ class Names(NamedTuple):
     head_norms: tuple[str, str]
     out: str
     mlp: str
+    time: str = TIME
 
 
 _QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
@@ -134,36 +145,78 @@ def _find_single(
     mlp = FusedMlp(merge(shared[3:]), out, act, GELU[act.approximate], gated=False)
     modulation = tuple(map(block.get_submodule, ("norm.silu", "norm.linear")))
     norms = find_head_norms(block, _IMAGE.head_norms)
-    stream = Stream(modulation, (find_modulated(block, "norm.norm"),), qkv, norms, out, mlp)
+    stream = Stream(TIME, modulation, (find_modulated(block, "norm.norm"),), qkv, norms, out, mlp)
     others = fields_of(block, {*modulation})
     return FusedSingleBlock(attention, order, limited, find_positions, stream, returned=order, **others)
 
 
+def find_flux2(block: nn.Module) -> FusedJointBlock:
+    """Flux 2's block of two streams."""
+    image = Names((), ("norm1", "norm2"), *_IMAGE_QKV, "ff", "temb_mod_img")
+    text = Names((), ("norm1_context", "norm2_context"), *_TEXT_QKV, "ff_context", "temb_mod_txt")
+    streams = {IMAGE: image, TEXT: text}
+    return _find_joint(block, "Flux2AttnProcessor", streams, _TEXT_FIRST, _real_positions, limited=(TEXT,))
+
+
+def find_flux2_parallel(block: nn.Module) -> FusedParallelBlock:
+    """Flux 2's block of all tokens."""
+    module: Any = block.get_submodule("attn")
+    into, out = (find_layer(block, f"attn.{name}") for name in ("to_qkv_mlp_proj", "to_out"))
+    attention = find_attention(block, "attn", "Flux2ParallelSelfAttnProcessor", module.inner_dim)
+    check_is_swiglu(module.mlp_act_fn)
+    norms = find_head_norms(block, _IMAGE.head_norms)
+    if norms is None or attention.head_dim != module.head_dim:
+        raise NotFused("its queries and keys have no norms, or others sizes than their heads")
+    return FusedParallelBlock(
+        attention, "temb_mod", find_modulated(block, "norm"), merge([into]), norms, merge([out]), "silu",
+        _positions_of_all, returned=(IMAGE,), **fields_of(block),
+    )  # fmt: skip
+
+
 def _find_stream(block: nn.Module, names: Names) -> Stream:
     modulation = tuple(map(block.get_submodule, names.modulation))
-    if type(modulation[0]) is not nn.SiLU:
+    if modulation and type(modulation[0]) is not nn.SiLU:
         raise NotFused(f"its modulation begins with a {type(modulation[0]).__name__}, not SiLU")
     before = tuple(find_modulated(block, name) for name in names.norms)
     mlp = find_mlp(block.get_submodule(names.mlp))
     qkv, out = merge([find_layer(block, name) for name in names.qkv]), merge([find_layer(block, names.out)])
-    return Stream(modulation, before, qkv, find_head_norms(block, names.head_norms), out, mlp)
+    return Stream(names.time, modulation, before, qkv, find_head_norms(block, names.head_norms), out, mlp)
+
+
+def parallel_arguments(fused: FusedParallelBlock, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
+    """Random arguments for a block of all tokens."""
+    generator = torch.Generator().manual_seed(0)
+    K, angles = fused.into.layers[0].in_features, _random_angles(fused.attention, _IMAGE_TOKENS, generator, device)
+    sizes: dict[str, tuple[int, ...]] = {IMAGE: (_BATCH, _IMAGE_TOKENS, K), fused.time: (_BATCH, 3 * K)}
+    made = {name: normal(size, generator).to(device, dtype) for name, size in sizes.items()}
+    return [{**made, ANGLES[0]: _twice(angles)}]
+
+
+def _random_angles(attention: BlockAttention, tokens: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    return (uniform((tokens, attention.head_dim // 2), generator) * 6.28).to(device)
+
+
+def _twice(angles: Tensor) -> tuple[Tensor, Tensor]:
+    angles = angles.repeat_interleave(2, dim=1)
+    return angles.cos(), angles.sin()
 
 
 def joint_arguments(fused: StreamsBlock, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
     """Random arguments for a block, for a call each."""
     generator = torch.Generator().manual_seed(0)
     K = fused.streams[0].qkv.layers[0].in_features
-    sizes = {TEXT: (_BATCH, _TEXT_TOKENS, K), IMAGE: (_BATCH, _IMAGE_TOKENS, K), TIME: (_BATCH, K)}
+    sizes: dict[str, tuple[int, ...]] = {TEXT: (_BATCH, _TEXT_TOKENS, K), IMAGE: (_BATCH, _IMAGE_TOKENS, K)}
+    for stream in fused.streams:
+        sizes[stream.time] = (_BATCH, K if stream.modulation else 3 * len(stream.before) * K)
     made: dict[str, Any] = {name: normal(size, generator).to(device, dtype) for name, size in sizes.items()}
     for name in {*ANGLES} & fused.defaults.keys():
         tokens = _IMAGE_TOKENS + (0 if fused.find_positions is _positions_of_first else _TEXT_TOKENS)
-        angles = (uniform((tokens, fused.attention.head_dim // 2), generator) * 6.28).to(device)
+        angles = _random_angles(fused.attention, tokens, generator, device)
         if fused.find_positions is _complex_positions:
             turned = torch.polar(torch.ones_like(angles), angles)
             made[name] = turned[_TEXT_TOKENS:], turned[:_TEXT_TOKENS]
         else:
-            angles = angles.repeat_interleave(2, dim=1)
-            made[name] = angles.cos(), angles.sin()
+            made[name] = _twice(angles)
     if MASK in fused.defaults:
         made[MASK] = (uniform((_BATCH, 1, 1, _TEXT_TOKENS + _IMAGE_TOKENS), generator) < 0.8).to(device)
     return [made]

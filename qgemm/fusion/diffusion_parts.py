@@ -25,8 +25,8 @@ GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 """The names of ``kernels.activations`` by ``approximate``."""
 
 
-def find_attention(block: nn.Module, name: str, processor: str) -> BlockAttention:
-    """The attention ``name``, if ``processor`` computes it."""
+def find_attention(block: nn.Module, name: str, processor: str, width: int = 0) -> BlockAttention:
+    """The attention ``name``, if ``processor`` computes it. ``width``: of its queries, or 0 to ask their layer."""
     module: Any = block.get_submodule(name)
     if type(module.processor).__name__ != processor:
         raise NotFused(f"its attention has a {type(module.processor).__name__}, not a {processor}")
@@ -34,20 +34,30 @@ def find_attention(block: nn.Module, name: str, processor: str) -> BlockAttentio
         raise NotFused("its projections were merged: call unfuse_qkv_projections first")
     chooses = hasattr(module.processor, "_attention_backend")
     attend = sys.modules[f"{PACKAGE}attention_dispatch"].dispatch_attention_fn if chooses else None
-    width = find_layer(block, f"{name}.to_q").out_features
+    width = width or find_layer(block, f"{name}.to_q").out_features
     if width % module.heads:
         raise NotFused(f"its {width} columns of queries aren't {module.heads} whole heads")
     return BlockAttention(module, type(module.processor), attend, module.heads, width // module.heads)
 
 
 def find_mlp(module: nn.Module) -> FusedMlp:
-    """diffusers' ``FeedForward`` with GELU."""
+    """diffusers' ``FeedForward`` with GELU, or Flux 2's with SiLU and gates."""
+    if type(module).__name__ == "Flux2FeedForward":
+        check_is_swiglu(module.get_submodule("act_fn"))
+        first = merge([find_layer(module, "linear_in")])
+        return FusedMlp(first, merge([find_layer(module, "linear_out")]), F.silu, "silu", gated=True)
     act: Any
     act, _, down, *_ = module.get_submodule("net").children()
     if type(act).__name__ != "GELU" or getattr(act, "approximate", None) not in GELU:
         raise NotFused(f"the activation of its MLP is a {type(act).__name__}, not a GELU")
     function = partial(F.gelu, approximate=act.approximate)
     return FusedMlp(merge([act.proj]), merge([down]), function, GELU[act.approximate], gated=False)
+
+
+def check_is_swiglu(module: nn.Module) -> None:
+    """Raises ``NotFused`` if ``module`` isn't Flux 2's ``silu(gate) * up``."""
+    if type(module).__name__ != "Flux2SwiGLU" or type(module.get_submodule("gate_fn")) is not nn.SiLU:
+        raise NotFused(f"the activation of its MLP is a {type(module).__name__}, not SiLU with gates")
 
 
 def find_head_norms(block: nn.Module, names: tuple[str, str]) -> HeadNorms | None:

@@ -37,6 +37,18 @@ def flux(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module
     return ready(model, inputs, dtype)
 
 
+def flux2(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    sizes = {"num_layers": 1, "num_single_layers": 1, "in_channels": 16, "timestep_guidance_channels": 16}
+    rotary = {"guidance_embeds": False, "axes_dims_rope": (8, 8, 8, 8)}
+    model = diffusers.Flux2Transformer2DModel(**{**HEADS, **rotary, **sizes})
+    ids = torch.tensor([[0, row, column, 0] for row in range(3) for column in range(4)]).float()
+    inputs = {
+        "hidden_states": random(2, 12, 16), "encoder_hidden_states": random(2, TEXT, 64), "img_ids": ids,
+        "txt_ids": torch.arange(4.0 * TEXT).view(TEXT, 4), "guidance": None,
+    }  # fmt: skip
+    return ready(model, inputs, dtype)
+
+
 def qwen(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, Inputs]:
     sizes = {"num_layers": 2, "in_channels": 16, "out_channels": 4}
     model = diffusers.QwenImageTransformer2DModel(**{**HEADS, **ROTARY, **sizes, **settings})
@@ -88,6 +100,7 @@ def wan_with_image(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Input
 
 FAMILIES: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {
     "flux": flux,
+    "flux2": flux2,
     "qwen": qwen,
     "sd3": sd3,
     "sd3.5": lambda dtype=torch.float32: sd3(dtype, qk_norm="rms_norm"),

@@ -2,7 +2,8 @@
 
 A ``FusedJointBlock`` (Flux, Qwen-Image, Stable Diffusion 3, HunyuanVideo) has two streams, the tokens of a text and of
 an image, with layers of their own and one attention over all tokens. A ``FusedSingleBlock`` (Flux, HunyuanVideo) has
-one stream, and one product behind attention and MLP, which are computed side by side.
+one stream, and one product behind attention and MLP, which are computed side by side. A ``FusedParallelBlock`` (Flux 2)
+has one product before both, too, and gets the tokens of text and image as one tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from qgemm.nn.blocks.attention import HeadNorms
 from qgemm.nn.blocks.diffusion import (
     IMAGE,
     TEXT,
-    TIME,
     BlockAttention,
     DiffusionBlock,
     Modulation,
@@ -30,12 +30,13 @@ from qgemm.nn.blocks.diffusion import (
     added_and_normed,
     gated,
     modulated,
+    modulations_of,
 )
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.ops.rotary import rotate, rotate_and_store
-from qgemm.ops.rows import activation_quantize
+from qgemm.ops.rows import activate, activation_quantize
 
 ANGLES = ("image_rotary_emb", "freqs_cis")
 """The blocks' names for cosines and sines, or for complex numbers."""
@@ -43,19 +44,21 @@ MASK = "attention_mask"
 MAX_FLOAT16 = 65504.0
 """Flux and Qwen-Image limit what float16 blocks return to this."""
 
-_KNOWN = {IMAGE, TEXT, TIME, *ANGLES, MASK, f"{TEXT}_mask"}
+_KNOWN = {IMAGE, TEXT, *ANGLES, MASK, f"{TEXT}_mask"}
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
     """The layers for the tokens of a text, or of an image, or for both.
 
-    - ``modulation``: modules that are called one after another on the time step's embedding ``[B, T]``.
+    - ``time``: the argument with the time step's embedding ``[B, T]``; ``modulation``: modules that are called on it
+      one after another, none if it consists of the branches' vectors.
     - ``before``: the norm before each branch.
     - ``qkv``: projections of queries, keys and values; ``norms``: of queries and keys; ``out``: the projection behind
       attention.
     """
 
+    time: str
     modulation: tuple[nn.Module, ...]
     before: tuple[Norm, ...]
     qkv: MergedWeights
@@ -68,13 +71,12 @@ class Stream:
         """The weights of its products."""
         return (self.qkv, self.out, *self.mlp.products)
 
-    def modulations(self, time: Tensor) -> list[Modulation]:
+    def modulations(self, context: Mapping[str, Any]) -> list[Modulation]:
         """That of each branch in turn."""
+        time = context[self.time]
         for module in self.modulation:
             time = module(time)
-        found = time.unflatten(-1, (3 * len(self.before), -1)).transpose(0, 1).contiguous()
-        weights = 1 + found[1::3]
-        return [Modulation(*each) for each in zip(weights, found[::3], found[2::3], self.before, strict=True)]
+        return modulations_of(time, self.before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +111,15 @@ class StreamsBlock(DiffusionBlock):
 
     def takes(self, context: Mapping[str, Any]) -> bool:
         """Whether tokens are alike, and there is nothing that adapters of images and others pass."""
-        image, text, time = given = [context[name] for name in (IMAGE, TEXT, TIME)]
-        if not all(type(each) is Tensor for each in given) or not image.dtype == text.dtype == time.dtype:
+        times = {stream.time for stream in self.streams}
+        image, *others = (context[name] for name in (IMAGE, TEXT, *times))
+        if not all(type(each) is Tensor for each in (image, *others)) or any(
+            context[name].dim() != 2 for name in times
+        ):
             return False
-        others = (value for name, value in context.items() if name not in _KNOWN)
-        return len(image) == len(text) == len(time) and all(value is None or _is_empty(value) for value in others)
+        if any(each.dtype != image.dtype or len(each) != len(image) for each in others):
+            return False
+        return all(_is_absent(value) for name, value in context.items() if name not in _KNOWN | times)
 
     def _attend(self, parts: list[tuple[Tensor, HeadNorms | None, Positions]], mask: Tensor | None) -> Tensor:
         """Attention over the tokens of all ``parts``: their product, norms and positions. Frees them before that."""
@@ -157,7 +163,7 @@ class FusedJointBlock(StreamsBlock):
         """The tokens of the text and of the image, as the block returns them."""
         tokens = [context[name] for name in self.names]
         own, before = (operands[:4], operands[4:]), tokens[0].shape[1]
-        modulations = [stream.modulations(context[TIME]) for stream in self.streams]
+        modulations = [stream.modulations(context) for stream in self.streams]
         products = [own[i][0].product(modulated(x, modulations[i][0], own[i]), x.dtype) for i, x in enumerate(tokens)]
         norms = [stream.norms for stream in self.streams]
         parts = [*zip(products, norms, self.find_positions(context, before), strict=True)]
@@ -216,7 +222,7 @@ class FusedSingleBlock(StreamsBlock):
         tokens = [context[name] for name in self.names]
         before = tokens[0].shape[1]
         x = torch.cat(tokens, dim=1)
-        (modulation,) = self.stream.modulations(context[TIME])
+        (modulation,) = self.stream.modulations(context)
         into = modulated(x, modulation, (of_qkv,))
         qkv, positions = of_qkv.product(into, x.dtype), self.find_positions(context, before)
         products = [qkv] if len(positions) == 1 else [qkv[:, :before], qkv[:, before:]]
@@ -235,10 +241,75 @@ class FusedSingleBlock(StreamsBlock):
         return tuple([outputs[name] for name in self.returned])
 
 
+@dataclass(frozen=True, eq=False)
+class FusedParallelBlock(DiffusionBlock):
+    """How a block of all tokens computes.
+
+    - ``time``: the argument with vectors of the time step ``[B, 3 * K]``; ``before``: the norm before both branches.
+    - ``into``: the projection of queries, keys and values, and of gates and ups of the MLP; ``norms``: of queries and
+      keys; ``out``: the projection behind attention and MLP. ``activation``: of the gates, by name.
+    - ``find_positions``: as in ``StreamsBlock``.
+    """
+
+    attention: BlockAttention
+    time: str
+    before: Norm
+    into: MergedWeights
+    norms: HeadNorms
+    out: MergedWeights
+    activation: str
+    find_positions: Callable[[Mapping[str, Any], int], tuple[Positions, ...]]
+
+    @property
+    def attentions(self) -> tuple[BlockAttention, ...]:
+        """Its one attention."""
+        return (self.attention,)
+
+    @property
+    def head_norms(self) -> tuple[HeadNorms, ...]:
+        """Those of queries and keys."""
+        return (self.norms,)
+
+    @property
+    def products(self) -> tuple[MergedWeights, ...]:
+        """The weights of both products."""
+        return (self.into, self.out)
+
+    def takes(self, context: Mapping[str, Any]) -> bool:
+        """Whether the tokens are one tensor and stay one, and there is nothing that adapters pass."""
+        x, time = context[IMAGE], context[self.time]
+        if type(x) is not Tensor or type(time) is not Tensor or time.dim() != 2:
+            return False
+        if x.dtype != time.dtype or len(x) != len(time):
+            return False
+        known = {IMAGE, self.time, *ANGLES, "text_seq_len"}
+        return all(_is_absent(value) for name, value in context.items() if name not in known)
+
+    def __call__(self, operands: tuple[Operands, ...], context: Mapping[str, Any]) -> Tensor:
+        """The tokens, as the block returns them."""
+        into, out_of = operands
+        x = context[IMAGE]
+        (modulation,) = modulations_of(context[self.time], (self.before,))
+        both = into.product(modulated(x, modulation, (into,)), x.dtype)
+        width = 3 * self.attention.heads * self.attention.head_dim
+        h = both[..., width:]
+        (positions,) = self.find_positions(context, 0)
+        q, k, v = rotate(self.attention.call(both[..., :width], self.norms, positions))
+        del both
+        attended = self.attention(q, k, v, None)
+        del q, k, v
+        if out_of.reads_rows:
+            how = self.activation, True, out_of.input_scale, out_of.dtype
+            inner: Input = QuantizedRows(*activation_quantize(h, *how, attended))
+        else:
+            inner = torch.cat([attended, activate(h, self.activation, True)], dim=2)
+        return limited(gated(out_of.product(inner, x.dtype), x, modulation.gate))
+
+
 def limited(x: Tensor) -> Tensor:
     """``x``, limited if it is float16."""
     return x.clip(-MAX_FLOAT16, MAX_FLOAT16) if x.dtype == torch.float16 else x
 
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict) and not value
+def _is_absent(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, dict) and not value)
