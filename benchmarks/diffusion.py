@@ -1,9 +1,9 @@
 """Times diffusion transformers on a GPU: ``python -m benchmarks.diffusion --help``.
 
 Models are diffusers' in bfloat16, with random weights, a few blocks of full width, and the tokens of an image of 1024 x
-1024 pixels. Ways to run each take turns: as it is, quantized to int8, fused as well, some with ``fast_forward``, and,
-with ``--compile``, compiled by PyTorch. Of a call are measured what it takes from an idle GPU to an idle GPU, with the
-host's time, and what its kernels take, in a CUDA graph.
+1024 pixels, or of a video. Ways to run each take turns: as it is, quantized to int8, fused as well, some with
+``fast_forward``, and, with ``--compile``, compiled by PyTorch. Of a call are measured what it takes from an idle GPU to
+an idle GPU, with the host's time, and what its kernels take, in a CUDA graph.
 
 Before they are timed, outputs are compared with those of the float model in eager mode.
 """
@@ -27,7 +27,10 @@ from benchmarks.timing import median_seconds
 from qgemm_cli.timing import QUICK, Effort, Pass
 
 HEADS = {"attention_head_dim": 128, "num_attention_heads": 24}
+FLUX2_HEADS = {"num_attention_heads": 48}
 SIDE = 64  # tokens along each side of an image of 1024 pixels
+VIDEO_HEADS = {"attention_head_dim": 128, "num_attention_heads": 40}
+VIDEO = (11, 60, 104)  # what 41 frames of 480 x 832 pixels become: 17,160 tokens
 MAX_ERROR = 0.1
 COMPILED = {f"{way}, compiled": way for way in (FLOAT, "int8")}
 COMPILED_ERROR = 0.5
@@ -60,6 +63,21 @@ def flux(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
     return model, inputs
 
 
+def flux2(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """FLUX.2 with 1 of 8 blocks of two streams, and 2 of 48 of one stream."""
+    from diffusers import Flux2Transformer2DModel
+
+    model = Flux2Transformer2DModel(num_layers=1, num_single_layers=2, **{**HEADS, **FLUX2_HEADS})
+    ids = torch.stack(torch.meshgrid(*2 * [torch.arange(SIDE, device=device)], indexing="ij"), dim=-1).view(-1, 2)
+    zeros = ids[:, :1] * 0
+    inputs = {
+        "hidden_states": random(1, SIDE**2, 128, device=device), "guidance": torch.tensor([3.5], device=device),
+        "encoder_hidden_states": random(1, 512, 15_360, device=device),
+        "img_ids": torch.cat([zeros, ids, zeros], dim=1), "txt_ids": ids.new_zeros(512, 4),
+    }  # fmt: skip
+    return model, inputs
+
+
 def qwen_image(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
     """Qwen-Image with 4 of 60 blocks."""
     from diffusers import QwenImageTransformer2DModel
@@ -86,10 +104,37 @@ def sd3(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
     return model, inputs
 
 
+def hunyuan_video(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """HunyuanVideo with 2 of 20 blocks of two streams, and 2 of 40 of one stream."""
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    inputs = {
+        "hidden_states": random(1, 16, *VIDEO, device=device), "guidance": torch.tensor([6e3], device=device),
+        "encoder_hidden_states": random(1, 256, 4096, device=device),
+        "encoder_attention_mask": torch.arange(256, device=device)[None] < 100,
+        "pooled_projections": random(1, 768, device=device),
+    }  # fmt: skip
+    return HunyuanVideoTransformer3DModel(num_layers=2, num_single_layers=2, guidance_embeds=True, **HEADS), inputs
+
+
+def wan(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """Wan 2.1 or 2.2, 14B, with 2 of 40 blocks: text to video."""
+    from diffusers import WanTransformer3DModel
+
+    inputs = {
+        "hidden_states": random(1, 16, *VIDEO, device=device),
+        "encoder_hidden_states": random(1, 512, 4096, device=device),
+    }
+    return WanTransformer3DModel(num_layers=2, **VIDEO_HEADS), inputs
+
+
 MODELS: dict[str, Callable[[torch.device], tuple[nn.Module, dict[str, Any]]]] = {
     "flux": flux,
+    "flux2": flux2,
     "qwen-image": qwen_image,
     "sd3": sd3,
+    "hunyuan-video": hunyuan_video,
+    "wan": wan,
 }
 
 
@@ -143,8 +188,24 @@ def build(name: str, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
         if parameter.dim() > 1:
             parameter.data.normal_(std=parameter[0].numel() ** -0.5)
     given["timestep"] = torch.tensor([0.5], device=device).expand(given["hidden_states"].shape[0])
-    inputs = {key: x.bfloat16() if torch.is_tensor(x) else x for key, x in given.items()}
-    return model.to(torch.bfloat16).eval().requires_grad_(False), inputs
+    inputs = {key: x.bfloat16() if torch.is_tensor(x) and x.dtype != torch.bool else x for key, x in given.items()}
+    return in_bfloat16(model).eval().requires_grad_(False), inputs
+
+
+def in_bfloat16(model: Any) -> nn.Module:
+    """``model`` in bfloat16, apart from what diffusers' ``from_pretrained`` keeps in float32."""
+    floats = {*(model._keep_in_fp32_modules or ())}
+    kept = {name: x.data for name, x in values_of(model) if not floats.isdisjoint(name.split("."))}
+    model.to(torch.bfloat16)
+    for name, x in values_of(model):
+        if name in kept:
+            x.data = kept[name]
+    return model  # type: ignore[no-any-return]
+
+
+def values_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by name."""
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def random(*shape: int, device: torch.device) -> Tensor:

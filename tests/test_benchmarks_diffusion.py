@@ -18,11 +18,15 @@ def test_the_table_compares_with_bfloat16() -> None:
     assert rows[1] == ["flux", "int8, fused", "10.00", "2.00", "9.00", "2.00", "0.035"]
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("flux", 6), ("qwen-image", 4)])
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("flux", 6), ("flux2", 3), ("qwen-image", 4), ("hunyuan-video", 4), ("wan", 2)]
+)
 def test_models(name: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
     monkeypatch.setattr(diffusion, "SIDE", 4)
-    monkeypatch.setitem(diffusion.HEADS, "num_attention_heads", 1)
+    monkeypatch.setattr(diffusion, "VIDEO", (1, 8, 8))
+    for heads in (diffusion.HEADS, diffusion.FLUX2_HEADS, diffusion.VIDEO_HEADS):
+        monkeypatch.setitem(heads, "num_attention_heads", 1)
     outs = {}
     with torch.inference_mode():
         for way, change in WAYS.items():

@@ -58,11 +58,14 @@ def check_norm(operation: str, call: NormCall) -> None:
     either = (one, of_samples) if x.ndim > 1 else (one,)
     vectors = {"branch_weight": branch_weight, "weight": weight, "bias": bias, "gate": gate}
     for (name, vector), shapes in zip(vectors.items(), ((one,), either, either, (of_samples,)), strict=True):
-        if vector is not None and (vector.dtype != x.dtype or vector.shape not in shapes):
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"{name} is {vector.dtype} {list(vector.shape)}; it must be {x.dtype} {wanted}, as x is")
-    if bias is not None and weight is not None and bias.shape != weight.shape:
-        raise ValueError(f"bias is {list(bias.shape)} and weight {list(weight.shape)}: they must be alike")
+        may_be_float = name == "gate" or (norm.is_layer and name != "branch_weight")
+        dtypes = (x.dtype, torch.float32) if may_be_float and x.dtype != torch.float32 else (x.dtype,)
+        if vector is not None and (vector.dtype not in dtypes or vector.shape not in shapes):
+            kinds, wanted = (" or ".join(map(str, each)) for each in (dtypes, map(list, shapes)))
+            raise ValueError(f"{name} is {vector.dtype} {list(vector.shape)}; it must be {kinds} {wanted}, as x is")
+    if bias is not None and weight is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
+        given = (f"{name} {each.dtype} {list(each.shape)}" for name, each in (("bias is", bias), ("weight", weight)))
+        raise ValueError(f"{' and '.join(given)}: they must be alike")
     check_same_device(x=x, residual=residual, **vectors)
     _check_static_scale("input_scale", input_scale, x)
 
@@ -88,8 +91,6 @@ def check_activation_quantize(
     _check_quantized("activation_quantize", dtype)
     check_activate(x, activation, gated)
     if prefix is not None:
-        if gated:
-            raise ValueError("prefix is for activations without gates: pass gated=False, or no prefix")
         if prefix.dtype != x.dtype or prefix.shape[:-1] != x.shape[:-1] or prefix.ndim != x.ndim:
             wanted = f"{x.dtype} {[*x.shape[:-1], 'P']}, as x is"
             raise ValueError(f"prefix is {prefix.dtype} {list(prefix.shape)}; it must be {wanted}")

@@ -74,6 +74,7 @@ def norm_rows(call: NormCall, total: bool = False, normed: bool = False) -> Norm
             out = torch.add(residual, out, out=total)
         elif total is not None:
             out = total.copy_(out)
+        out = out.to(call.x.dtype)  # that of a gate may be another
         out = out if weight is None else norm(out, weight, bias)
         return out if normed is None else normed.copy_(out)
 

@@ -71,8 +71,9 @@ def norm_quantize(
     """``quantize_rows(norm(x, weight, bias), input_scale)`` to ``dtype`` in one kernel: a norm ahead of layers.
 
     ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``weight``, ``bias``: ``[K]``, or ``[B, K]`` with a
-    row for each sample of ``x [B, ..., K]``; of the dtype of ``x``. ``norm``: its kind and epsilon; the norm is rounded
-    where the model's module rounds it. Returns ``q`` and ``row_scale`` as from ``quantize_rows``.
+    row for each sample of ``x [B, ..., K]``; of the dtype of ``x``, or, for layer norms, float32. ``norm``: its kind
+    and epsilon; the norm is rounded where the model's module rounds it. Returns ``q`` and ``row_scale`` as from
+    ``quantize_rows``.
     """
     call = NormCall(x, None, None, None, weight, bias, norm, input_scale, dtype)
     checks.check_norm("norm_quantize", call)
@@ -95,7 +96,8 @@ def add_norm_quantize(
 
     ``x``, ``residual``: ``[..., K]``, of one dtype, to which ``total`` is rounded before its norm. ``branch_weight``:
     for models with another norm after the branch, like Gemma 2: ``total = residual + norm(x, branch_weight)``.
-    ``gate``: for diffusion models, ``[B, K]`` for ``x [B, ..., K]``: ``total = residual + round(gate * x)``.
+    ``gate``: for diffusion models, ``[B, K]`` for ``x [B, ..., K]``: ``total = residual + round(gate * x)``; if it is
+    float32, the product isn't rounded to 16 bits.
     ``weight``: None if ``total`` itself goes into the layers, as in OLMo 2. The rest is as in ``norm_quantize``.
     """
     call = NormCall(x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype)
@@ -176,7 +178,7 @@ def activation_quantize(
     rounded to the dtype of ``x``, and so is the product, as float modules do. Returns ``q [..., I]`` and ``row_scale``
     as from ``quantize_rows``.
 
-    ``prefix``: ``[..., P]``, without ``gated``: ``cat(prefix, act(x))`` is quantized, ``[..., P + I]``.
+    ``prefix``: ``[..., P]``: ``cat(prefix, ...)`` is quantized, ``[..., P + I]``.
     """
     checks.check_activation_quantize(x, activation, gated, input_scale, dtype, prefix)
     out: tuple[Tensor, Tensor] = _backend(x).activation_quantize(x, activation, gated, input_scale, dtype, prefix)

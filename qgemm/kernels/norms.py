@@ -29,8 +29,9 @@ class Norm:
     - ``"layer_by_steps"``: the same, as ``round(round(round(...) * weight) + bias)``: diffusion models compute
       ``norm(x) * (1 + scale) + shift`` as three operators. Operators for queries and keys don't have it.
 
-    ``weight``, ``bias``: of the dtype of ``x``; a float32 weight in a bfloat16 model isn't supported. They are ``[K]``,
-    or ``[B, K]`` with a row for each sample of ``x [B, ..., K]``, as diffusion models compute from the time step.
+    ``weight``, ``bias``: of the dtype of ``x``; those of both layer norms may be float32, as in Wan, and then the norm
+    is rounded once, at its end. They are ``[K]``, or ``[B, K]`` with a row for each sample of ``x [B, ..., K]``, as
+    diffusion models compute from the time step.
     ``eps``: a number, at least 0. Raises ``ValueError`` for other values.
     """
 
@@ -54,15 +55,17 @@ class Norm:
         if weight.ndim == 2:
             weight, bias = of_samples(weight, x), None if bias is None else of_samples(bias, x)
         if self.kind == MODULATED:
-            y = F.layer_norm(x, x.shape[-1:], None, None, self.eps).to(x.dtype) if x.numel() else x.clone()
-            return y * weight if bias is None else y * weight + bias
+            y = x.to(weight.dtype)
+            y = F.layer_norm(y, x.shape[-1:], None, None, self.eps).to(y.dtype) if x.numel() else y
+            return (y * weight if bias is None else y * weight + bias).to(x.dtype)
         if self.is_layer and weight.ndim > 1:
             y = F.layer_norm(x.float(), x.shape[-1:], None, None, self.eps) if x.numel() else x.float()
             y = y * weight.float()
             return (y if bias is None else y + bias.float()).to(x.dtype)
         if self.is_layer:
             # It has the dtype of ``x`` already, except under autocast.
-            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps).to(x.dtype) if x.numel() else x.clone()
+            y = x.to(weight.dtype)
+            return F.layer_norm(y, x.shape[-1:], weight, bias, self.eps).to(x.dtype) if x.numel() else x.clone()
         h = x.float()
         y = h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + self.eps)
         if self.kind == "rms":

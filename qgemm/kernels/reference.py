@@ -129,8 +129,8 @@ def add_norm_quantize_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(total, q, row_scale)``: ``total = round(residual + x)``, and ``norm(total, weight, bias)``, quantized.
 
-    With ``branch_weight``, ``norm(x, branch_weight)`` replaces ``x``; with ``gate``, ``round(gate * x)`` does. Without
-    ``weight``, ``total`` itself is quantized.
+    With ``branch_weight``, ``norm(x, branch_weight)`` replaces ``x``; with ``gate``, ``round(gate * x)`` does, to the
+    gate's dtype. Without ``weight``, ``total`` itself is quantized.
     """
     total, normed = add_norm_reference(x, residual, branch_weight, weight, bias, norm, gate)
     return total, *quantize_rows_reference(normed, input_scale, dtype=dtype)
@@ -152,6 +152,7 @@ def add_norm_reference(
     branch = x if branch_weight is None else norm(x, branch_weight)
     branch = branch if gate is None else branch * of_samples(gate, x)
     total = branch if residual is None else residual + branch
+    total = total.to(x.dtype)
     return total, total if weight is None else norm(total, weight, bias)
 
 
@@ -184,7 +185,7 @@ def activation_quantize_reference(
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows_reference(round(round(act(gate)) * up), input_scale)`` of ``x [..., 2I]``, gates before ups.
 
-    Without ``gated``, it quantizes ``round(act(x))``; with ``prefix``, ``cat(prefix, round(act(x)))``. ``round`` is to
+    Without ``gated``, it quantizes ``round(act(x))``; with ``prefix``, ``cat(prefix, ...)``. ``round`` is to
     the dtype of ``x``.
     """
     values = activated(x, activation, gated)

@@ -165,7 +165,7 @@ def _post_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor, *others: An
     x, residual, weight = ctx.saved_tensors
     grad, grad_weight, grad_bias = _norm_backward(ctx.norm, residual + x, weight, grad)
     grads = (grad, grad, grad_weight, grad_bias)
-    found = [g.to(x.dtype) if w else None for g, w in zip(grads, wanted, strict=False)]
+    found = [g if w else None for g, w in zip(grads, wanted, strict=False)]  # autograd rounds them
     return *found, *[None] * (len(wanted) - len(found))
 
 
@@ -201,7 +201,7 @@ def _sum_backward(ctx: Any, wanted: tuple[bool, ...], grad_total: Tensor, grad_n
         grad_x, grad_branch_weight, _ = _norm_backward(ctx.norm, x, branch_weight, grad)
     grads = (grad_x, grad, grad_branch_weight, grad_weight, grad_bias)
     found = (*grads, *[None] * (len(wanted) - len(grads) - 1), grad_gate)
-    return tuple([g.to(x.dtype) if g is not None and w else None for g, w in zip(found, wanted, strict=True)])
+    return tuple([g if w else None for g, w in zip(found, wanted, strict=True)])
 
 
 def _norm_backward(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,13 +19,52 @@ from qgemm.kernels.rotary import checks, dispatch
 from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import rotate_reference
 from qgemm.ops.declare import NO_GRADIENT, gradients_through, operator
+from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
 
 _ROTATE = (
     "Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, str norm, float eps, int q_heads, "
     "int kv_heads, bool interleaved, "
 )
-_FIELDS = len(RotaryCall._fields)
-_CACHE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor length"
+_FIELDS, _TENSORS = len(RotaryCall._fields), 5  # which come first
+_CACHE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? length"
+
+
+def rotate(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.qgemm.rotate``, bypassing the dispatcher where nothing in it needs to see the call."""
+    what, tensors = ("rotate", *call[_TENSORS:]), _tensors_of(call)
+    out: Any = recall_launch(what, tensors)
+    if out is None and seen_by_others(*tensors):
+        out = torch.ops.qgemm.rotate(*call)
+    elif out is None:
+        out = dispatch.rotate(call)
+        remember_launch(what, tensors, out, lambda: _find_launch(call, out[0], (*out[1:], None, None, None)))
+    found: tuple[Tensor, Tensor, Tensor] = out
+    return found
+
+
+def rotate_and_store(call: RotaryCall, store: KeyValueStore) -> Tensor:
+    """``torch.ops.qgemm.rotate_and_store``, bypassing the dispatcher as ``rotate`` does."""
+    what, tensors = ("rotate_and_store", *call[_TENSORS:]), (*_tensors_of(call), *store)
+    recalled = recall_launch(what, tensors)
+    if recalled is not None:
+        return recalled[0]
+    out: Tensor
+    if seen_by_others(*tensors):
+        out = torch.ops.qgemm.rotate_and_store(*call, *store)
+        return out
+    out = dispatch.rotate_and_store(call, store)
+    remember_launch(what, tensors, (out,), lambda: _find_launch(call, out, store))
+    return out
+
+
+def _tensors_of(call: RotaryCall) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    return call.qkv, call.cos, call.sin, call.q_weight, call.k_weight
+
+
+def _find_launch(call: RotaryCall, q: Tensor, store: Any) -> Any:
+    from qgemm.kernels.rotary import launcher
+
+    return launcher.find_launch(call, q, KeyValueStore(*store))
 
 
 def _rotate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,8 +98,8 @@ def _store_key_value_fake(key: Tensor, value: Tensor, *store: Any) -> None:
 
 
 def _rotate_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.rest = inputs[5:]
+    ctx.save_for_backward(*inputs[:_TENSORS])
+    ctx.rest = inputs[_TENSORS:]
 
 
 def _rotate_backward(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> list[Tensor | None]:

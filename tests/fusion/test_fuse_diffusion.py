@@ -14,7 +14,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized, unfuse
-from qgemm.nn.blocks import diffusion
+from qgemm.nn.blocks import diffusion, diffusion_joint
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.fused_module import FusedModule
 
@@ -33,6 +33,18 @@ def flux(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module
     inputs = {
         "hidden_states": random(2, 12, 16), "encoder_hidden_states": random(2, TEXT, 64), "img_ids": ids,
         "pooled_projections": random(2, 16), "txt_ids": torch.zeros(TEXT, 3),
+    }  # fmt: skip
+    return ready(model, inputs, dtype)
+
+
+def flux2(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    sizes = {"num_layers": 1, "num_single_layers": 1, "in_channels": 16, "timestep_guidance_channels": 16}
+    rotary = {"guidance_embeds": False, "axes_dims_rope": (8, 8, 8, 8)}
+    model = diffusers.Flux2Transformer2DModel(**{**HEADS, **rotary, **sizes})
+    ids = torch.tensor([[0, row, column, 0] for row in range(3) for column in range(4)]).float()
+    inputs = {
+        "hidden_states": random(2, 12, 16), "encoder_hidden_states": random(2, TEXT, 64), "img_ids": ids,
+        "txt_ids": torch.arange(4.0 * TEXT).view(TEXT, 4), "guidance": None,
     }  # fmt: skip
     return ready(model, inputs, dtype)
 
@@ -58,13 +70,46 @@ def sd3(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module,
     return ready(model, inputs, dtype)
 
 
+def hunyuan_video(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    sizes = {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 1}
+    others = {"text_embed_dim": 24, "pooled_projection_dim": 16, "in_channels": 4, "out_channels": 4}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 32, "rope_axes_dim": (8, 12, 12)}
+    model = diffusers.HunyuanVideoTransformer3DModel(guidance_embeds=False, **sizes, **others, **heads)
+    inputs = {
+        "hidden_states": random(2, 4, 2, 2, 3), "encoder_hidden_states": random(2, TEXT, 24),
+        "encoder_attention_mask": torch.arange(TEXT) < torch.tensor([[TEXT], [3]]),
+        "pooled_projections": random(2, 16),
+    }  # fmt: skip
+    return ready(model, inputs, dtype)
+
+
+def wan(dtype: torch.dtype = torch.float32, by_token: bool = False, **settings: Any) -> tuple[nn.Module, Inputs]:
+    sizes = {"in_channels": 4, "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 128, "num_layers": 2}
+    model = diffusers.WanTransformer3DModel(num_attention_heads=2, attention_head_dim=32, **sizes, **settings)
+    inputs = {"hidden_states": random(2, 4, 3, 4, 4), "encoder_hidden_states": random(2, TEXT, 24)}
+    if by_token:
+        inputs["timestep"] = torch.rand(2, 12)
+    return ready(model, inputs, dtype)
+
+
+def wan_with_image(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    model, inputs = wan(dtype, image_dim=16, added_kv_proj_dim=64)
+    of_text, of_image = random(2, 512, 24).to(dtype), random(2, 3, 16).to(dtype)
+    return model, {**inputs, "encoder_hidden_states": of_text, "encoder_hidden_states_image": of_image}
+
+
 FAMILIES: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {
     "flux": flux,
+    "flux2": flux2,
     "qwen": qwen,
     "sd3": sd3,
     "sd3.5": lambda dtype=torch.float32: sd3(dtype, qk_norm="rms_norm"),
+    "hunyuan-video": hunyuan_video,
+    "wan": wan,
+    "wan-tokens": lambda dtype=torch.float32: wan(dtype, by_token=True),
+    "wan-image": wan_with_image,
 }
-FUSED = {"flux": 2, "qwen": 2, "sd3": 1, "sd3.5": 1}  # blocks
+FUSED = {"sd3": 1, "sd3.5": 1}  # blocks; 2 of the others
 
 
 def random(*shape: int) -> Tensor:
@@ -75,9 +120,18 @@ def ready(model: nn.Module, inputs: Inputs, dtype: torch.dtype) -> tuple[nn.Modu
     """In eval mode, with weights of which every block's share of the output shows."""
     for parameter in model.parameters():
         parameter.data.normal_(std=parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.5)
-    inputs["timestep"] = torch.tensor([0.3, 0.7])
+    inputs.setdefault("timestep", torch.tensor([0.3, 0.7]))
     given = {name: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for name, x in inputs.items()}
-    return model.to(dtype).eval(), {**given, "return_dict": False}
+    model.to(dtype).eval()
+    kept = model._keep_in_fp32_modules or ()  # as from_pretrained does
+    for module in model.modules():
+        for name, child in module.named_children():
+            if name in kept:
+                child.float()
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in kept:
+                parameter.data = parameter.data.float()
+    return model, {**given, "return_dict": False}
 
 
 def output(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -106,7 +160,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.slow(quick=["flux-dtype1"])
+@pytest.mark.slow(quick=["flux-dtype1", "wan-dtype1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_blocks_have_the_bits_of_the_model(family: str, dtype: torch.dtype, computed: list[str]) -> None:
@@ -114,10 +168,10 @@ def test_fused_blocks_have_the_bits_of_the_model(family: str, dtype: torch.dtype
     expected = output(quantize_model(model), inputs)
     fuse(model)
     records = fusion_report(model).fused
-    assert len(records) == FUSED[family] == len(blocks_of(model))
+    assert len(records) == FUSED.get(family, 2) == len(blocks_of(model))
     assert all(record.parts == ("attention", "mlp") and record.error is not None for record in records)
     found = output(model, inputs)
-    assert len(computed) == FUSED[family]
+    assert len(computed) == len(records)
     if dtype == torch.float32:  # whose norms add in another order
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     else:
@@ -169,11 +223,29 @@ def test_what_needs_the_class_goes_to_it(computed: list[str]) -> None:
     assert len(computed) == 2
 
 
-def test_an_adapter_counts() -> None:
-    model, inputs = flux()
+def test_calls_of_wans_block_that_its_class_computes(computed: list[str]) -> None:
+    block = quantize_model(wan_with_image()[0], fuse=True).blocks[0]
+    angles = torch.rand(2, 1, 12, 1, 32).repeat_interleave(2, dim=-1)[..., :32].unbind()
+    known = {"hidden_states": random(2, 12, 64), "encoder_hidden_states": random(2, 515, 64), "temb": random(2, 6, 64)}
+    for change, is_fused in (
+        ({"rotary_emb": angles}, True),
+        ({"rotary_emb": None}, True),
+        ({"temb": random(1, 6, 64), "rotary_emb": angles}, False),
+        ({"rotary_emb": tuple(each.double() for each in angles)}, False),
+        ({"encoder_hidden_states": known["encoder_hidden_states"][:, 3:], "rotary_emb": angles}, False),
+    ):
+        given, had = {**known, **change}, len(computed)
+        with torch.no_grad():
+            torch.testing.assert_close(block(**given), type(block).forward(block, **given), rtol=1e-4, atol=1e-4)
+        assert len(computed) - had == is_fused
+
+
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_an_adapter_counts(family: str) -> None:
+    model, inputs = FAMILIES[family]()
     quantize_model(model, fuse=True)
     without = output(model, inputs)
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_mlp"], init_lora_weights=False))
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False))
     with_it = output(model, inputs)
     assert (with_it - without).norm() > 0.01 * without.norm()
     assert torch.allclose(with_it, output(unfuse(model), inputs))
@@ -264,14 +336,15 @@ def test_large_values_of_float16_are_limited() -> None:
     block = model.single_transformer_blocks[0]
     with torch.no_grad():
         expected = block(**given)
-        assert (expected[0].abs() == diffusion.MAX_FLOAT16).any()
+        assert (expected[0].abs() == diffusion_joint.MAX_FLOAT16).any()
         fuse(model)
         assert all(torch.equal(*pair) for pair in zip(block(**given), expected, strict=True))
 
 
 @pytest.mark.slow
-def test_compiled(computed: list[str]) -> None:
-    model, inputs = flux(torch.bfloat16)
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_compiled(family: str, computed: list[str]) -> None:
+    model, inputs = FAMILIES[family](torch.bfloat16)
     quantize_model(model, fuse=True)
     expected = output(model, inputs)
     computed.clear()

@@ -12,9 +12,11 @@ INT8, BF16, FLOAT = torch.int8, torch.bfloat16, torch.float32
 
 
 def rotary_cases() -> Iterator[Case]:
-    """With and without norms, to caches in float and int8, of one token and of many."""
+    """With and without norms, to caches in float and int8, of one token and of many, with pairs apart or adjacent."""
 
-    def store(tokens: int, heads: tuple[int, int], D: int, norm: tuple[str, str] | None, stored: torch.dtype) -> None:
+    def store(
+        tokens: int, heads: tuple[int, int], D: int, norm: tuple[str, str] | None, stored: torch.dtype, pairs: bool
+    ) -> None:
         B, S = (1, 1) if tokens == 1 else (8, tokens // 8)
         kind, over = norm or ("rms", "")
         widths = [{"head": D, "all": count * D}.get(over) for count in heads]
@@ -25,20 +27,22 @@ def rotary_cases() -> Iterator[Case]:
         qkv = torch.empty(B, S, (heads[0] + 2 * heads[1]) * D, dtype=BF16, device=META)
         length = torch.empty(1, dtype=torch.int32, device=META)
         values = "normalized" if D == 512 else "plain"
-        call = RotaryCall(qkv, *turns, *weights, kind, 1e-6, *heads, kind == "layer", values)
+        call = RotaryCall(qkv, *turns, *weights, kind, 1e-6, *heads, pairs, values)
         launcher.rotate_and_store(call, KeyValueStore(k, v, *scales, length))
 
-    for tokens, heads, D, norm, stored in (
-        (1, (32, 8), 128, None, INT8),
-        (16_384, (32, 8), 128, None, BF16),
-        (16_384, (32, 8), 128, ("rms", "head"), INT8),
-        (16_384, (40, 40), 128, ("rms_once", "all"), BF16),
-        (1, (8, 4), 256, ("rms_plus_one", "head"), BF16),
-        (64, (12, 4), 80, ("layer", "head"), INT8),
-        (1, (16, 2), 512, ("rms_once", "head"), INT8),
+    for tokens, heads, D, norm, stored, pairs in (
+        (1, (32, 8), 128, None, INT8, False),
+        (16_384, (32, 8), 128, None, BF16, False),
+        (16_384, (32, 8), 128, ("rms", "head"), INT8, False),
+        (16_384, (40, 40), 128, ("rms_once", "all"), BF16, False),
+        (16_384, (40, 40), 128, ("rms_once", "all"), BF16, True),
+        (1, (8, 4), 256, ("rms_plus_one", "head"), BF16, False),
+        (64, (12, 4), 80, ("layer", "head"), INT8, True),
+        (1, (16, 2), 512, ("rms_once", "head"), INT8, False),
     ):
-        label = f"rotary {tokens} x {heads[0]} x {D} {norm} {str(stored).removeprefix('torch.')}"
-        yield Case(label, lambda t=tokens, h=heads, d=D, n=norm, s=stored: store(t, h, d, n, s))
+        words = "pairs " if pairs else ""
+        label = f"rotary {words}{tokens} x {heads[0]} x {D} {norm} {str(stored).removeprefix('torch.')}"
+        yield Case(label, lambda t=tokens, h=heads, d=D, n=norm, s=stored, p=pairs: store(t, h, d, n, s, p))
 
     def store_key_value() -> None:
         key = torch.empty(8, 1, 8, 128, dtype=BF16, device=META).transpose(1, 2)

@@ -27,8 +27,10 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows add sandwich longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("rms"), True))
     yield Case("rows add sandwich longest float32", lambda: add_norm(longest // 4, fp32, Norm("rms_plus_one")))
     yield Case("rows post longest bfloat16", lambda: post_norm_quantize(longest // 2, bf16, Norm("layer")))
-    yield Case("diffusion gate bfloat16", lambda: modulated(3072, bf16))
-    yield Case("diffusion activation bfloat16", lambda: activation_behind(3072, 12_288, bf16))
+    yield Case("diffusion gate bfloat16", lambda: modulated(3072, bf16, bf16))
+    yield Case("diffusion vectors float32", lambda: modulated(5120, bf16, fp32))
+    yield Case("diffusion activation bfloat16", lambda: activation_behind(3072, 12_288, bf16, "gelu_tanh"))
+    yield Case("diffusion gates bfloat16", lambda: activation_behind(6144, 36_864, bf16, "silu"))
     # Of one length, which the functions must add up in one order.
     for dtype, K in ((fp32, 4096), (bf16, 1026)):
         name = str(dtype).removeprefix("torch.")
@@ -50,13 +52,13 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows choose of many", lambda: choose(64, fp32, ends=False))
 
 
-def modulated(K: int, dtype: torch.dtype) -> None:
-    x, vectors = torch.empty(2, 256, K, dtype=dtype, device=META), torch.empty(2, K, dtype=dtype, device=META)
+def modulated(K: int, dtype: torch.dtype, of_vectors: torch.dtype) -> None:
+    x, vectors = torch.empty(2, 256, K, dtype=dtype, device=META), torch.empty(2, K, dtype=of_vectors, device=META)
     norms.norm_rows(NormCall(x, x, None, vectors, vectors, vectors, Norm(MODULATED), None, INT8.storage), total=True)
 
 
-def activation_behind(first: int, K: int, dtype: torch.dtype) -> None:
-    activate.activation_quantize(rows(K, dtype), "gelu_tanh", False, prefix=rows(first, dtype))
+def activation_behind(first: int, K: int, dtype: torch.dtype, name: str) -> None:
+    activate.activation_quantize(rows(K, dtype), name, name == "silu", prefix=rows(first, dtype))
 
 
 def activation_backward(K: int, dtype: torch.dtype, kind: GatedActivation) -> None:

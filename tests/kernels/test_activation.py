@@ -78,8 +78,10 @@ def test_shapes(shape: tuple[int, ...], gated: bool, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("limit", [2**15, 100])  # of rows that a program holds
-@pytest.mark.parametrize("first", [1, 48, 600])
-def test_values_in_front(first: int, limit: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("first", "gated"), [(1, False), (48, True), (600, False), (600, True)])
+def test_values_in_front(
+    first: int, gated: bool, limit: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(activation_launch, "MAX_ROW_BYTES", limit)
     monkeypatch.setattr(activation_launch, "plans", PlanCache())
     x, others = (3 * torch.randn(2, 3, 300, device=device)).bfloat16(), torch.randn(2, 3, 2 * first, device=device)
@@ -87,8 +89,8 @@ def test_values_in_front(first: int, limit: int, device: torch.device, monkeypat
     prefix[0, 1, 0], x[1, 2, 7] = torch.nan, torch.inf
     for scale in (None, torch.tensor(0.02, device=device)):
         for form in (torch.int8, FP8.storage):
-            q, row_scale = activation_launch.activation_quantize(x, "relu2", False, scale, form, prefix)
-            wanted, wanted_scale = activation_quantize_reference(x, "relu2", False, scale, form, prefix)
+            q, row_scale = activation_launch.activation_quantize(x, "relu2", gated, scale, form, prefix)
+            wanted, wanted_scale = activation_quantize_reference(x, "relu2", gated, scale, form, prefix)
             assert torch.equal(q.float(), wanted.float())
             assert torch.equal(row_scale.nan_to_num(nan=77), wanted_scale.nan_to_num(nan=77))
 

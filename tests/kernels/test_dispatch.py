@@ -114,11 +114,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     # activation_quantize
     (
-        lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "silu", True, prefix=ones(3, 4, dtype=F32)),
-        ValueError,
-        "prefix is for activations without gates",
-    ),
-    (
         lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "silu", False, prefix=ones(2, 4, dtype=F32)),
         ValueError,
         "prefix is torch.float32 [2, 4]; it must be torch.float32 [3, 'P'], as x is",
@@ -134,6 +129,16 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: dispatch.add_norm(ones(3, 4, dtype=F32), None, None, None, None, Norm(), ones(2, 4, dtype=F32)),
         ValueError,
         "gate is torch.float32 [2, 4]; it must be torch.float32 [3, 4], as x is",
+    ),
+    (
+        lambda: add_norm_quantize(norm=Norm("layer"), weight=ones(4, dtype=F64)),
+        ValueError,
+        "weight is torch.float64 [4]; it must be torch.bfloat16 or torch.float32 [4] or [3, 4], as x is",
+    ),
+    (
+        lambda: add_norm_quantize(norm=Norm("layer"), weight=ones(4, dtype=F32), bias=ones(4, dtype=BF16)),
+        ValueError,
+        "bias is torch.bfloat16 [4] and weight torch.float32 [4]: they must be alike",
     ),
     (
         lambda: dispatch.activation_quantize(ones(3, 5, dtype=F32), "silu", True),

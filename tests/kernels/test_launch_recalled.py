@@ -11,7 +11,8 @@ from torch import Tensor
 from qgemm.kernels.launch import memory, plans, recalled
 from qgemm.kernels.launch.recalled import RecalledLaunch
 from qgemm.kernels.norms import Norm
-from qgemm.ops import norms
+from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
+from qgemm.ops import norms, rotary
 from qgemm.ops.linear import multiply
 from qgemm.ops.rows import activate, activation_quantize
 
@@ -69,6 +70,8 @@ def calls(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Tenso
     scale = torch.tensor(0.02, device=device)
     w, w_scale = torch.ops.qgemm.quantize_rows(torch.randn(64, 256, device=device), None)
     norm, layer = Norm("rms", 1e-5), Norm("layer", 1e-5)
+    turns, k, v = torch.rand(2, 5, 8, device=device), *torch.zeros(2, 2, 4, 9, 16, device=device).to(dtype)
+    rotated = lambda x: RotaryCall(x, *turns[:, None], None, weight[:16], "rms", 1e-5, 8, 4, True)  # noqa: E731
     rows = torch.ops.qgemm.quantize_rows(torch.randn(2, 5, 256, device=device), None)
     return {
         "norm_quantize": lambda x, r: norms.norm_quantize(x, weight, None, norm),
@@ -87,6 +90,12 @@ def calls(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Tenso
         "post_norm_quantize": lambda x, r: norms.post_norm_quantize(x, r, weight, bias, layer),
         "activation_quantize": lambda x, r: activation_quantize(x, "silu", True),
         "activation_quantize plain": lambda x, r: activation_quantize(x, "gelu", False, scale),
+        "rotate": lambda x, r: rotary.rotate(rotated(x)),
+        "rotate_and_store": lambda x, r: (
+            rotary.rotate_and_store(rotated(x), KeyValueStore(k[:, :, 1:6], v[:, :, 1:6], None, None, None)),
+            k.clone(),
+            v.clone(),
+        ),
         "multiply": lambda x, r: multiply(*rows, w, w_scale, None, None, dtype),
         "multiply all": lambda x, r: multiply(*rows, w, w_scale, bias[:64], r[..., :64].contiguous(), dtype),
     }

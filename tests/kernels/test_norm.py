@@ -1,6 +1,5 @@
 """The norm kernel: against ``reference.py`` and float64, and its three functions against one another, bit for bit."""
 
-
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +7,7 @@ from torch import Tensor
 from qgemm.kernels import dispatch
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.norm import launcher as norm_launch
-from qgemm.kernels.norms import MODULATED, NORMS, Norm
+from qgemm.kernels.norms import MODULATED, NORMS, Norm, NormCall
 from qgemm.kernels.reference import add_norm_reference, quantize_rows_reference
 from qgemm.numerics.formats import FP8, INT8
 
@@ -224,6 +223,43 @@ def test_a_sample_has_vectors_of_its_own(
     torch.testing.assert_close(normed.double(), exact, rtol=2 * torch.finfo(x.dtype).eps, atol=2e-2)
     total = dispatch.add_norm(x, residual, None, None, None, norm, gate)[0]
     assert torch.equal(total, residual + gate[:, None, None] * x)
+
+
+@pytest.mark.parametrize("limit", [2**15, 100])  # held by a program; longer than that
+@pytest.mark.parametrize("kind", ["layer", MODULATED])
+def test_float32_vectors_are_not_rounded(
+    kind: str, limit: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_launch, "MAX_ROW_BYTES", limit)
+    monkeypatch.setattr(norm_launch, "plans", PlanCache())
+    x, residual = (torch.randn(3, 5, 70, device=device).bfloat16() for _ in range(2))
+    weight, bias, gate = torch.randn(3, 3, 70, device=device).unbind(1)  # one stride between samples
+    norm = Norm(kind, 1e-5)
+
+    def add_norm(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> list[Tensor | None]:
+        return [*norm_launch.norm_rows(NormCall(x, residual, None, *vectors, norm), total=True, normed=True)[:2]]
+
+    total, normed = add_norm(x, residual, gate, weight, bias)
+    assert total is not None
+    assert normed is not None
+    assert total.dtype == normed.dtype == torch.bfloat16
+    assert torch.equal(total, (residual.float() + x * gate[:, None]).bfloat16())
+    exact = exact_norm(total, weight[:, None], bias[:, None], norm)
+    assert (normed != exact.bfloat16()).float().mean() < 0.01  # another rounding would change a quarter
+    found = norm_launch.norm_rows(NormCall(x, residual, None, gate, weight, bias, norm, None, INT8.storage), total=True)
+    wanted = (total, *quantize_rows_reference(normed))
+    assert all(same(*pair) for pair in zip((found[0], *found[2:]), wanted, strict=True))
+    # Strides that differ, a row's own vectors, and one for all.
+    apart = add_norm(x, residual, gate, weight, bias.contiguous())
+    assert all(same(*pair) for pair in zip(apart, (total, normed), strict=True))
+    by_row = [each.repeat_interleave(5, dim=0) for each in (gate, weight, bias)]
+    rows = add_norm(x.view(15, 70), residual.view(15, 70), *by_row)
+    assert all(same(of_rows.view(3, 5, 70), wanted) for of_rows, wanted in zip(rows, (total, normed), strict=True))
+    sample = add_norm(x[:1], residual[:1], gate[:1], weight[:1], bias[0].clone()[None])
+    assert all(same(*pair) for pair in zip(sample, (total[:1], normed[:1]), strict=True))
+    one = add_norm(x[:1], residual[:1], gate[:1], weight[0], bias[0])
+    assert all(same(*pair) for pair in zip(one, (total[:1], normed[:1]), strict=True)) or limit == 100
+    assert torch.equal(add_norm(x, None, gate, None, None)[0], (x * gate[:, None]).bfloat16())
 
 
 def test_what_is_not_asked_for_is_not_made(device: torch.device) -> None:

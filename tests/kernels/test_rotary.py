@@ -54,6 +54,7 @@ STORED = pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8], ids=str
         ("rotate_and_store", (5,)),
         ("rotate_and_store", (3, 10)),  # each row its own
         ("rotate_and_store", (12, 1)),  # beyond the end and before the start
+        ("rotate_and_store", ()),  # at the beginning
         ("store_key_value", (12, 1)),
         ("store_key_value", (14, -5)),  # outside altogether
     ],
@@ -65,7 +66,7 @@ def test_where_rows_are_stored(
     rotated = arguments(torch.bfloat16, device)
     q, key, value = functions.rotate(rotated)
     stores = cache(stored, device)
-    lengths = int32(*length, device=device)
+    lengths, length = (int32(*length, device=device), length) if length else (None, (3,))
     if function == "rotate_and_store":
         assert torch.equal(functions.rotate_and_store(rotated, KeyValueStore(*stores, lengths)), q)
     else:

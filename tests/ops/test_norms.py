@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels.norms import NORMS, Norm
+from qgemm.kernels.norms import MODULATED, NORMS, Norm
 from qgemm.kernels.reference import add_norm_reference
 from qgemm.ops import norms
 from qgemm.ops.linear import multiply
@@ -72,6 +72,20 @@ def test_gradients_through_a_gate(device: torch.device) -> None:
     total = norms.add_norm_quantize(x, residual, None, weight, None, Norm(), gate=gate)[0]
     grads = torch.autograd.grad((total * along[0]).sum(), (x, gate))
     torch.testing.assert_close(grads, torch.autograd.grad((wanted[0] * along[0]).sum(), (x, gate)))
+
+
+def test_gradients_of_float32_vectors(device: torch.device) -> None:
+    x, residual = (torch.randn(2, 3, 40, device=device).bfloat16().requires_grad_() for _ in range(2))
+    vectors = [torch.randn(2, 40, device=device, requires_grad=True) for _ in range(3)]
+    weight, bias, gate = vectors
+    norm, leaves = Norm(MODULATED, 1e-3), (x, residual, *vectors)
+    out = norms.add_norm(x, residual, None, weight, bias, norm, gate)
+    wanted = add_norm_reference(x, residual, None, weight, bias, norm, gate)
+    assert torch.equal(out[0], wanted[0])
+    torch.testing.assert_close(out[1], wanted[1], rtol=0.01, atol=0.01)
+    grads, expected = (torch.autograd.grad((total + normed).square().sum(), leaves) for total, normed in (out, wanted))
+    assert [grad.dtype for grad in grads] == [leaf.dtype for leaf in leaves]
+    torch.testing.assert_close(grads, expected, rtol=0.03, atol=0.1)
 
 
 def test_a_sum_without_a_norm_after_it_has_gradients(device: torch.device) -> None:

@@ -20,9 +20,9 @@ def _activation_quantize_kernel(
     FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Each program has a row of ``x``: ``K`` gates, and as many ups if there are any. It writes ``q [M, K]``.
+    """Each program has a row of ``x``: ``K - first`` gates, and as many ups if there are any. It writes ``q [M, K]``.
 
-    With a ``prefix [M, first]``, the row has ``K - first`` values without ups, and these are quantized behind those.
+    ``prefix``: ``[M, first]``, quantized before what the activation returns; or None, and ``first`` is 0.
     ``FUNCTION``, ``ACTIVATION``: as in ``GatedRow``, rounded twice. ``scale``: as in ``RowQuantization``. ``BLOCKS``:
     see ``quantize_row``. ``PDL``, ``NEXT_EARLY``: as in ``_norm_kernel``. ``E4M3``: see ``row_quantization``.
     """
@@ -33,7 +33,7 @@ def _activation_quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row < M:
         quantization = row_quantization(scale, None, E4M3)
-        source = GatedRow(x + row * stride_xm, K, FUNCTION, ACTIVATION, rounds_gate=True)
+        source = GatedRow(x + row * stride_xm, K - first, FUNCTION, ACTIVATION, rounds_gate=True)
         if prefix is not None:
             joined = JoinedRow(prefix + row * stride_pm, first, source, K)
             quantize_row(joined, quantization, q + row * K, row_scale + row, tl.arange(0, BLOCK), BLOCKS)

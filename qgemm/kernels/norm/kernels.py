@@ -1,8 +1,8 @@
 """Residual, norm and quantization in one kernel: each program reads a row once and keeps it in registers.
 
-``total = round(residual + norm(x))`` or ``round(residual + round(gate * x))``, and ``norm(total)`` in float or int8;
-each part is optional. The norms' vectors are read before the program waits for the preceding kernel, which doesn't
-write weights; those of samples are computed, and read after that.
+``total = round(residual + norm(x))`` or ``round(residual + round(gate * x))``, the product in the gate's dtype, and
+``norm(total)`` in float or int8; each part is optional. The norms' vectors are read before the program waits for the
+preceding kernel, which doesn't write weights; those of samples are computed, and read after that.
 """
 
 import triton
@@ -16,7 +16,7 @@ from qgemm.kernels.stages.rows import StridedRow, load_blocks, quantize_blocks, 
 @triton.jit(do_not_specialize=["M", "vector_rows"])
 def _norm_kernel(
     x, residual, branch_weight, gate, weight, bias, total, normed, q, row_scale, scale,
-    M, K, vector_rows, stride_xm, stride_xk, stride_rm, stride_rk,
+    M, K, vector_rows, stride_v, stride_xm, stride_xk, stride_rm, stride_rk,
     NORM: tl.constexpr, BY_SAMPLE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
@@ -24,8 +24,8 @@ def _norm_kernel(
 
     All tensors except ``x`` may be None. ``total``, ``normed`` and ``q`` are contiguous ``[M, K]``. ``scale``: as in
     ``RowQuantization``. ``NORM``: a ``Norm``. ``PDL``: see ``Launch``. ``E4M3``: see ``row_quantization``.
-    ``gate``: ``[M / vector_rows, K]``, a row for each sample. ``BY_SAMPLE``: whether ``weight`` and ``bias`` are that,
-    too.
+    ``gate``: ``[M / vector_rows, K]``, a row for each sample, ``stride_v`` apart. ``BY_SAMPLE``: whether ``weight`` and
+    ``bias`` are that, too.
     ``NEXT_EARLY``: lets the next kernel start at once, before the preceding one has ended, instead of when this one
     ends.
     """
@@ -44,19 +44,20 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row < M:
         blocks = load_blocks(StridedRow(x + row * stride_xm, K, stride_xk), offsets, BLOCKS)
+        residuals = None
         if residual is not None:
             residuals = load_blocks(StridedRow(residual + row * stride_rm, K, stride_rk), offsets, BLOCKS)
         if branch_weight is not None:
             blocks = normalize_blocks(blocks, branch_weights, None, K, offsets, NORM, BLOCKS)
         if gate is not None:
-            gates = load_blocks(StridedRow(gate + row // vector_rows * K, K, 1), offsets, BLOCKS)
+            gates = load_blocks(StridedRow(gate + row // vector_rows * stride_v, K, 1), offsets, BLOCKS)
             blocks = multiply_blocks(blocks, gates, BLOCKS)
-        if residual is not None:
-            blocks = add_blocks(blocks, residuals, BLOCKS)
+        if residual is not None or gate is not None:
+            blocks = add_blocks(blocks, residuals, x.dtype.element_ty, BLOCKS)
         if total is not None:
             store_blocks(total + row * K, blocks, K, offsets, BLOCKS)
         if BY_SAMPLE:
-            own = row // vector_rows * K
+            own = row // vector_rows * stride_v
             own_weights = load_blocks(StridedRow(weight + own, K, 1), offsets, BLOCKS)
             own_biases = None
             if bias is not None:

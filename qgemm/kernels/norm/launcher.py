@@ -44,6 +44,7 @@ def _by_torch(call: NormCall) -> NormOutputs:
     total = total if gate is None else total * of_samples(gate, x)
     if residual is not None:
         total = residual + total
+    total = total.to(x.dtype)
     normed = total if weight is None else norm(total, weight, bias)
     rows = (None, None) if dtype is None else quantize.quantize_rows(normed, input_scale, dtype=dtype)
     return total, normed, *rows
@@ -55,20 +56,31 @@ def find_launch(call: NormCall, outputs: NormOutputs) -> tuple[Launch, tuple[Ten
     K = x.shape[-1]
     rows = x.reshape(-1, K)
     residuals = None if residual is None else residual.reshape(-1, K)
-    vectors = [each if each is None else each.contiguous() for each in vectors]
+    vectors, vector_stride = _with_one_stride(vectors)
     (_, gate, weight, _), (total, normed, q, row_scale) = vectors, outputs
     dtype = INT8.storage if q is None else q.dtype
+    samples = _samples_of(weight), _samples_of(gate), vector_stride
     kind = (
         norm_rows, rows.shape, rows.stride(), rows.dtype, rows.device,
-        None if residuals is None else residuals.stride(), *[each is None for each in (*vectors, *outputs, scale)],
-        _samples_of(weight), _samples_of(gate), norm, dtype,
+        None if residuals is None else residuals.stride(), *[None if each is None else each.dtype for each in vectors],
+        *[each is None for each in (*outputs, scale)], *samples, norm, dtype,
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        launch = plans.keep(kind, _make_launch(rows, residuals, _samples_of(weight), _samples_of(gate), norm, dtype))
+        launch = plans.keep(kind, _make_launch(rows, residuals, *samples, norm, dtype))
     # The kernel gets fp8 as bytes.
     q = None if q is None else q.view(torch.int8)
     return launch, (rows, residuals, *vectors, total, normed, q, row_scale, scale)
+
+
+def _with_one_stride(vectors: list[Tensor | None]) -> tuple[list[Tensor | None], int]:
+    """``vectors`` with contiguous values, and the stride between the samples of those that have a row for each."""
+    given = [each for each in vectors if each is not None]
+    strides = {each.stride(0) for each in given if each.ndim == 2 and each.shape[0] > 1}
+    if len(strides) > 1 or any(each.stride(-1) != 1 for each in given):
+        vectors = [each if each is None else each.contiguous() for each in vectors]
+        strides = {given[0].shape[-1]}
+    return vectors, strides.pop() if strides else 0
 
 
 def _samples_of(vectors: Tensor | None) -> int:
@@ -77,13 +89,19 @@ def _samples_of(vectors: Tensor | None) -> int:
 
 
 def _make_launch(
-    rows: Tensor, residuals: Tensor | None, by_sample: int, gated: int, norm: Norm, dtype: torch.dtype
+    rows: Tensor,
+    residuals: Tensor | None,
+    by_sample: int,
+    gated: int,
+    vector_stride: int,
+    norm: Norm,
+    dtype: torch.dtype,
 ) -> Launch:
     (M, K), limits = rows.shape, device_limits(rows.device)
     vector_rows = M // max(by_sample, gated, 1)
     block, blocks, threads = row_blocks(K, rows.itemsize)
     grid, next_early = quantize.programs(M, limits)
-    numbers = (M, K, vector_rows, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
+    numbers = (M, K, vector_rows, vector_stride, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
     constants = (norm, by_sample > 0, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
     warps = max(1, threads // limits.warp_size)
     # Such rows are read value by value. ptxas would rather spill than have a program less on an SM, but not on Hopper.

@@ -63,5 +63,5 @@ class KeyValueStore(NamedTuple):
     k_scale: Tensor | None
     """For int8: float32 ``[B, kv_heads, L]``, a scale for each token and head, as from ``quantize_rows``."""
     v_scale: Tensor | None
-    length: Tensor
-    """int32 ``[1]`` or ``[B]``, on the device."""
+    length: Tensor | None
+    """int32 ``[1]`` or ``[B]``, on the device; None if the tokens to be stored are the first."""

@@ -102,7 +102,9 @@ def check_cache(batch: int, kv_heads: int, D: int, dtype: torch.dtype, store: Ke
             )
     if k.shape != v.shape:
         raise ValueError(f"k is {list(k.shape)} and v is {list(v.shape)}: they must be alike")
-    if length.dtype != torch.int32 or length.ndim != 1 or (length.shape[0] != batch and length.shape[0] != 1):
+    if length is not None and (
+        length.dtype != torch.int32 or length.ndim != 1 or (length.shape[0] != batch and length.shape[0] != 1)
+    ):
         raise ValueError(f"length is {length.dtype} {list(length.shape)}; it must be torch.int32 [1] or [{batch}]")
     check_same_device(k=k, v=v, k_scale=k_scale, v_scale=v_scale, length=length)
 

@@ -62,7 +62,7 @@ def rotate_and_store(call: RotaryCall, store: KeyValueStore) -> Tensor:
 def store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
     """Writes ``key`` and ``value``, ``[B, kv_heads, S, D]``, to a cache, from place ``length - S`` on.
 
-    Whatever would lie outside the cache isn't written.
+    Without a length, from the first place on. Whatever would lie outside the cache isn't written.
     """
     check_store_key_value(key, value, store)
     if on_gpu(key):

@@ -2,9 +2,9 @@
 
 Another kernel computes the cosines and sines of the rotary embedding.
 
-A program has some heads of one token: of its queries, its keys, or its values. It reads each value twice, first from
-memory and then from the SM's cache: once as itself, and once as the partner of the other value of its pair. The results
-are those of ``reference.py``, except for the order of the sums in a norm.
+A program has some heads of one token: of its queries, its keys, or its values. Where the two values of a pair aren't
+adjacent, it reads each value twice, first from memory and then from the SM's cache: once as itself, and once as the
+partner of the other. The results are those of ``reference.py``, except for the order of the sums in a norm.
 """
 
 import triton
@@ -124,32 +124,43 @@ def _rotated(
 ):  # fmt: skip
     """Values ``d`` of ``heads`` of a token after their norm and rotation, in their dtype."""
     dtype: tl.constexpr = row.dtype.element_ty
+    APART: tl.constexpr = cos is not None and not INTERLEAVED
     x = _load(row, heads, d, stride_h, count, D)
-    if cos is not None:
-        if INTERLEAVED:
-            pair, is_first = d // 2, d % 2 == 0
-            other = tl.where(is_first, d + 1, d - 1)
-        else:
-            is_first = d < HALF
-            pair = tl.where(is_first, d, d - HALF)
-            other = tl.where(is_first, d + HALF, d - HALF)
-        turns = d < 2 * HALF
-        y = _load(row, heads, tl.where(turns, other, d), stride_h, count, D)
+    if APART:
+        is_first, turns = d < HALF, d < 2 * HALF
+        other = tl.where(turns, tl.where(is_first, d + HALF, d - HALF), d)
+        y = _load(row, heads, other, stride_h, count, D)
     if WEIGHT is not None:
         inside = (heads < count)[:, None] & (d < D)[None, :]
         mean, rstd = _statistics(x, inside, count, D, NORM, EPS, WEIGHT)
         x = _normalized(x, mean, rstd, weight, heads, d, count, D, NORM, WEIGHT)
-        if cos is not None:
-            y = _normalized(y, mean, rstd, weight, heads, tl.where(turns, other, d), count, D, NORM, WEIGHT)
-    if cos is not None:
-        at = angle + pair.to(tl.int64) * stride_cd
-        c = tl.load(cos + at, mask=turns, other=0.0)[None, :].to(tl.float32)
-        z = tl.load(sin + at, mask=turns, other=0.0)[None, :].to(tl.float32)
-        own, others = x.to(tl.float32) * c, y.to(tl.float32) * z
-        if cos.dtype.element_ty == dtype:
-            own, others = rounded(own, dtype).to(tl.float32), rounded(others, dtype).to(tl.float32)
-        x = tl.where(turns[None, :], rounded(own + tl.where(is_first[None, :], -others, others), dtype), x)
+        if APART:
+            y = _normalized(y, mean, rstd, weight, heads, other, count, D, NORM, WEIGHT)
+    if APART:
+        y = y.to(tl.float32)
+        pair = tl.where(is_first, d, d - HALF)
+        x = _turned(x, tl.where(is_first[None, :], -y, y), pair, turns, cos, sin, angle, stride_cd, dtype)
+    elif cos is not None:
+        PAIRS: tl.constexpr = x.shape[1] // 2
+        first, second = tl.split(tl.reshape(x, (x.shape[0], PAIRS, 2)))
+        pair = tl.arange(0, PAIRS)
+        turns = pair < HALF
+        new_first = _turned(first, -second.to(tl.float32), pair, turns, cos, sin, angle, stride_cd, dtype)
+        new_second = _turned(second, first, pair, turns, cos, sin, angle, stride_cd, dtype)
+        x = tl.reshape(tl.join(new_first, new_second), (x.shape[0], 2 * PAIRS))
     return x
+
+
+@triton.jit
+def _turned(x, y, pair, turns, cos, sin, angle, stride_cd, dtype: tl.constexpr):
+    """``x * cos + y * sin`` of each ``pair`` that ``turns``, rounded to ``dtype`` as the type of ``cos`` says."""
+    at = angle + pair.to(tl.int64) * stride_cd
+    c = tl.load(cos + at, mask=turns, other=0.0)[None, :].to(tl.float32)
+    z = tl.load(sin + at, mask=turns, other=0.0)[None, :].to(tl.float32)
+    own, others = x.to(tl.float32) * c, y.to(tl.float32) * z
+    if cos.dtype.element_ty == dtype:
+        own, others = rounded(own, dtype).to(tl.float32), rounded(others, dtype).to(tl.float32)
+    return tl.where(turns[None, :], rounded(own + others, dtype), x)
 
 
 @triton.jit

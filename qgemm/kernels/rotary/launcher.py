@@ -5,7 +5,7 @@ Each is one launch.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ MAX_VALUES = 1024  # of a program's heads together, if there are many tokens
 FEW_TOKENS = 64
 VALUES_OF_THREAD, VALUES_OF_FEW = 16, 8
 PROGRAMS_PER_SM = 4
-
-Output: TypeAlias = tuple[Tensor, Tensor, None, None, None]
-"""Keys and values that aren't a cache: they begin at the first place."""
 
 
 def rotary_angles(
@@ -53,7 +50,7 @@ def rotate(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.rotate`` on a GPU."""
     B, S, _ = call.qkv.shape
     k, v = (call.qkv.new_empty((B, call.kv_heads, S, call.head_size)) for _ in range(2))
-    return rotate_and_store(call, (k, v, None, None, None)), k, v
+    return rotate_and_store(call, KeyValueStore(k, v, None, None, None)), k, v
 
 
 def store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
@@ -73,8 +70,17 @@ def store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
     launch(key, key, value, None, None, None, None, key, *store)
 
 
-def rotate_and_store(call: RotaryCall, store: KeyValueStore | Output) -> Tensor:
+def rotate_and_store(call: RotaryCall, store: KeyValueStore) -> Tensor:
     """``dispatch.rotate_and_store`` on a GPU."""
+    q = call.qkv.new_empty((*call.qkv.shape[:2], call.q_heads, call.head_size))
+    if q.numel():
+        launch, tensors = find_launch(call, q, store)
+        launch(*tensors)
+    return q
+
+
+def find_launch(call: RotaryCall, q: Tensor, store: KeyValueStore) -> tuple[Launch, tuple[Tensor | None, ...]]:
+    """The launch that writes queries to ``q`` and keys and values to ``store``, and what to call it with."""
     qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values, gated = call
     if qkv.stride(2) != 1:
         qkv = qkv.contiguous()
@@ -82,9 +88,6 @@ def rotate_and_store(call: RotaryCall, store: KeyValueStore | Output) -> Tensor:
         cos, sin = cos.contiguous(), sin.contiguous()
     q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
     (B, S, _), D = qkv.shape, call.head_size
-    q = qkv.new_empty((B, S, q_heads, D))
-    if not q.numel():
-        return q
     kind = (
         rotate_and_store, norm, eps, q_heads, kv_heads, interleaved, values, gated,
         *_kinds(qkv, cos, q_weight, k_weight, *store),
@@ -95,20 +98,19 @@ def rotate_and_store(call: RotaryCall, store: KeyValueStore | Output) -> Tensor:
         half, turns = (0, (0, 0, 0)) if cos is None else (cos.shape[2], cos.stride())
         if cos is not None and cos.shape[0] == 1:
             turns = (0, *turns[1:])
-        sizes = (S, q_heads, kv_heads, D, half, store[0].shape[2], call.k_head * D, (call.heads - kv_heads) * D)
+        sizes = (S, q_heads, kv_heads, D, half, store.k.shape[2], call.k_head * D, (call.heads - kv_heads) * D)
         weights = _weight_kind(q_weight, D), _weight_kind(k_weight, D)
         rotation = (norm, eps, *weights, None if values == "plain" else "none", interleaved)
         launch = _make_launch(B * S, sizes, (call.k_head // q_heads * D, *strides, *strides, *turns), store, rotation)
         plans.keep(kind, launch)
-    launch(qkv, qkv, qkv, cos, sin, q_weight, k_weight, q, *store)
-    return q
+    return launch, (qkv, qkv, qkv, cos, sin, q_weight, k_weight, q, *store)
 
 
 def _make_launch(
     tokens: int,
     sizes: tuple[int, ...],
     in_strides: tuple[int, ...],
-    store: KeyValueStore | Output,
+    store: KeyValueStore,
     rotation: tuple[Any, ...],
 ) -> Launch:
     """The launch for ``tokens`` tokens in all.

@@ -58,7 +58,7 @@ def store_reference(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
     """``dispatch.store_key_value``."""
     k, v, k_scale, v_scale, length = store
     B, _, S, _ = key.shape
-    first = (length - S).expand(B).tolist()
+    first = [0] * B if length is None else (length - S).expand(B).tolist()
     for new, stored, scale in ((key, k, k_scale), (value, v, v_scale)):
         values = scales = new
         if scale is not None:

@@ -14,8 +14,8 @@ from qgemm.kernels.stages.epilogue import product, rounded
 def normalize_blocks(blocks, weights, biases, length, offsets, NORM: tl.constexpr, BLOCKS: tl.constexpr):
     """The norm of a row of ``length`` values in ``blocks``, as blocks of the same dtype.
 
-    ``weights``, ``biases``: blocks, too; ``biases`` may be None. ``offsets``: the offsets within a block. ``NORM``: a
-    ``Norm``. Values beyond the row must be 0.
+    ``weights``, ``biases``: blocks, too, of that dtype or float32; ``biases`` may be None. ``offsets``: the offsets
+    within a block. ``NORM``: a ``Norm``. Values beyond the row must be 0.
     """
     BLOCK: tl.constexpr = offsets.shape[0]
     # The cast is needed because Triton makes a length of 1 a constant.
@@ -50,7 +50,7 @@ def _weigh(y, weight, bias, NORM: tl.constexpr, dtype: tl.constexpr):
     """Normalized float32 values ``y`` with their weight and bias, rounded to ``dtype`` where the kind of norm does."""
     if NORM.kind == "rms":
         return product(rounded(y, dtype), weight)
-    if NORM.kind == "layer_by_steps":
+    if NORM.kind == "layer_by_steps" and weight.dtype == dtype:
         y = product(rounded(y, dtype), weight)
         if bias is not None:
             y = rounded(y.to(tl.float32) + bias.to(tl.float32), dtype)
@@ -65,20 +65,23 @@ def _weigh(y, weight, bias, NORM: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def add_blocks(blocks, others, BLOCKS: tl.constexpr):
-    """``round(blocks + others)``, block by block."""
+def add_blocks(blocks, others, dtype: tl.constexpr, BLOCKS: tl.constexpr):
+    """``blocks + others``, block by block, rounded to ``dtype``; ``others`` may be None."""
     out = ()
     for i in tl.static_range(BLOCKS):
-        out = out + (rounded(blocks[i].to(tl.float32) + others[i].to(tl.float32), blocks[i].dtype),)
+        total = blocks[i].to(tl.float32)
+        if others is not None:
+            total += others[i].to(tl.float32)
+        out = out + (rounded(total, dtype),)
     return out
 
 
 @triton.jit
 def multiply_blocks(blocks, others, BLOCKS: tl.constexpr):
-    """``round(blocks * others)``, block by block."""
+    """``blocks * others``, block by block, rounded to the dtype of ``others``."""
     out = ()
     for i in tl.static_range(BLOCKS):
-        out = out + (product(blocks[i], others[i]),)
+        out = out + (product(blocks[i].to(others[i].dtype), others[i]),)
     return out
 
 

@@ -67,10 +67,15 @@ class GatedRow:
     @triton.jit
     def load(self, k):
         """Columns ``k``, computed in float32 and rounded to the row's dtype."""
-        gate = tl.load(self.ptr + k, mask=k < self.length, other=0.0).to(tl.float32)
+        return self.load_where(k, k < self.length)
+
+    @triton.jit
+    def load_where(self, k, inside):
+        """The same where ``inside``."""
+        gate = tl.load(self.ptr + k, mask=inside, other=0.0).to(tl.float32)
         out = gate_value(gate, self.function, self.activation)
         if self.activation.gated:
-            up = tl.load(self.ptr + self.length + k, mask=k < self.length, other=0.0)
+            up = tl.load(self.ptr + self.length + k, mask=inside, other=0.0)
             if self.rounds_gate:
                 return product(rounded(out, up.dtype), up)
             out *= up_value(up.to(tl.float32), self.activation)
@@ -79,7 +84,7 @@ class GatedRow:
 
 @aggregate
 class JoinedRow:
-    """``first`` values in memory, and behind them those of ``rest``, a ``GatedRow`` without ups; ``length`` in all."""
+    """``first`` values in memory, and behind them those of ``rest``; ``length`` in all."""
 
     ptr: tl.tensor
     first: tl.tensor
@@ -90,11 +95,9 @@ class JoinedRow:
     @triton.jit
     def load(self, k):
         """Columns ``k``, the activated ones computed in float32 and rounded to the row's dtype."""
-        dtype: tl.constexpr = self.ptr.dtype.element_ty
         before = tl.load(self.ptr + k, mask=k < self.first, other=0.0)
-        behind = (k >= self.first) & (k < self.length)
-        x = tl.load(self.rest.ptr + (k - self.first), mask=behind, other=0.0).to(tl.float32)
-        return tl.where(k < self.first, before, rounded(gate_value(x, self.rest.function, self.rest.activation), dtype))
+        behind = self.rest.load_where(k - self.first, (k >= self.first) & (k < self.length))
+        return tl.where(k < self.first, before, behind)
 
 
 @aggregate
