@@ -240,6 +240,28 @@ def test_calls_of_wans_block_that_its_class_computes(computed: list[str]) -> Non
         assert len(computed) - had == is_fused
 
 
+def test_calls_of_blocks_of_flux_2_that_their_class_computes(computed: list[str]) -> None:
+    model = quantize_model(flux2()[0], fuse=True)
+    angles = tuple(torch.rand(2, TEXT + 12, 16).repeat_interleave(2, dim=-1))
+    text, image, both = random(2, TEXT, 64), random(2, 12, 64), random(2, TEXT + 12, 64)
+    double = {"encoder_hidden_states": text, "temb_mod_img": random(2, 384), "temb_mod_txt": random(2, 384)}
+    double |= {"hidden_states": image, "image_rotary_emb": angles}
+    single = {"hidden_states": both, "encoder_hidden_states": None, "temb_mod": random(2, 192)}
+    single |= {"image_rotary_emb": angles}
+    for block, known, change, is_fused in (
+        (model.transformer_blocks[0], double, {"joint_attention_kwargs": {}}, True),
+        (model.transformer_blocks[0], double, {"temb_mod_img": random(2, 12, 384)}, False),  # of tokens
+        (model.single_transformer_blocks[0], single, {"text_seq_len": TEXT}, True),
+        (model.single_transformer_blocks[0], single, {"temb_mod": random(2, TEXT + 12, 192)}, False),
+        (model.single_transformer_blocks[0], single, {"hidden_states": image, "encoder_hidden_states": text}, False),
+        (model.single_transformer_blocks[0], single, {"split_hidden_states": True, "text_seq_len": TEXT}, False),
+    ):
+        given, had = {**known, **change}, len(computed)
+        with torch.no_grad():
+            torch.testing.assert_close(block(**given), type(block).forward(block, **given), rtol=1e-4, atol=1e-4)
+        assert len(computed) - had == is_fused
+
+
 @pytest.mark.parametrize("family", ["flux", "wan"])
 def test_an_adapter_counts(family: str) -> None:
     model, inputs = FAMILIES[family]()

@@ -20,6 +20,7 @@ from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.position_bias import POSITION_BIAS, PositionBias
 from qgemm.nn.blocks.steps import NormStep, read
+from qgemm.ops.rotary import rotate
 
 CACHES = ("cache", "past_key_values", "layer_past")
 """What models call a cache of keys and values among their arguments: since transformers 5.24, and before.
@@ -273,13 +274,13 @@ class FusedAttention:
         if call is None or (cache is None and positions is None):
             q, k, v = self._split(qkv, positions)
         elif self.norms is not None and self.norms.layout == "rotated":
-            q, k, v = torch.ops.qgemm.rotate(*call)
+            q, k, v = rotate(call)
             q, k = self.norms.of_rotated(q.transpose(1, 2), k)
         elif hasattr(cache, "rotate_and_store"):
             q, k, v = cache.rotate_and_store(self.module.layer_idx, call)
             return q.transpose(1, 2), k, v
         else:
-            q, k, v = torch.ops.qgemm.rotate(*call)
+            q, k, v = rotate(call)
             q = q.transpose(1, 2)
             if cache is None or _takes_as_they_are(cache, self.module.layer_idx, k, v):
                 return q, k, v

@@ -84,8 +84,8 @@ class Modulation(NamedTuple):
 
 def modulations_of(vectors: Tensor, norms: tuple[Norm, ...]) -> list[Modulation]:
     """That of each branch in turn, of ``vectors [B, 3 * branches * K]``: shift, scale and gate of each."""
-    found = vectors.unflatten(-1, (3 * len(norms), -1)).transpose(0, 1).contiguous()
-    weights = 1 + found[1::3]
+    stacked = vectors.unflatten(-1, (3 * len(norms), -1)).transpose(0, 1).contiguous()
+    found, weights = stacked.unbind(), (1 + stacked[1::3]).unbind()
     return [Modulation(*each) for each in zip(weights, found[::3], found[2::3], norms, strict=True)]
 
 
