@@ -51,7 +51,8 @@ def tensors_to_write(
     for name, layer in layers.items():
         if not can_store(layer.scheme):
             raise ValueError(
-                f"{name} has the scheme {layer.scheme.name!r}, and GPTQ stores int4 and int8-weight schemes: "
+                f"{name} has the scheme {layer.scheme.name!r}, and GPTQ stores int4 and int8-weight schemes"
+                f"{' with whole zero points' if layer.scheme.weight.float_zeros else ''}: "
                 f"{ways_out(layer.scheme, layers, fits)}"
             )
         _check_sizes(name, layer, layers)

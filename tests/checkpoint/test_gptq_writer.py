@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[nn.ModuleDict, str, list[str]]] = {
     "nf4": (net("nf4"), r"layer0 has the scheme 'nf4'", ["int4-64", "int4-channel", "int8-weight"]),
     "float zero points": (
         net("int4-32-float-zeros"),
-        r"layer0 has the scheme 'int4-32-float-zeros'",
+        r"layer0 has the scheme 'int4-32-float-zeros', and GPTQ stores int4 and int8-weight schemes with whole zero",
         ["int4-64-asymmetric", "int4-channel-asymmetric", "int8-weight"],
     ),
     "int8 columns": (net("int4-channel", K=60), r"layer0 has 60 input columns, not a multiple of 8", ["int8-weight"]),

@@ -16,6 +16,10 @@ BF16, HALF = torch.bfloat16, torch.float16
 
 def weight_only_cases() -> Iterator[Case]:
     """On Hopper few rows, and tiles that are whole and shared; elsewhere few rows and a float weight."""
+    # Where registers are few.
+    yield Case(
+        "weight_only few-floats wide", lambda: multiply(16, 4096, "int4", 16, torch.float32, BF16, torch.float32, 57344)
+    )
     for label, M, K, format, group, scale, dtype, zeros in (
         ("few int4", 8, 4096, "int4", 128, BF16, BF16, True),
         ("few int8", 16, 4096, "int8", 4096, BF16, BF16, False),
@@ -45,8 +49,8 @@ def weight_only_cases() -> Iterator[Case]:
         ("few-floats int8 channel", 1, 4096, "int8", 4096, HALF, HALF, HALF),
         ("tiles-floats int4", 128, 4096, "int4", 32, torch.float32, BF16, torch.float32),
         ("tiles-floats int4 whole groups", 64, 4096, "int4", 128, BF16, BF16, BF16),
-        ("tiles-floats int8", 300, 4096, "int8", 16, torch.float32, HALF, torch.float32),
-        ("tiles-floats int8 channel", 24, 4096, "int8", 4096, BF16, BF16, BF16),
+        ("tiles-floats int8", 200, 4096, "int8", 16, torch.float32, HALF, torch.float32),
+        ("tiles-floats int8 channel", 64, 4096, "int8", 4096, BF16, BF16, BF16),
     ):
         yield Case(
             f"weight_only {label}",
@@ -55,9 +59,16 @@ def weight_only_cases() -> Iterator[Case]:
 
 
 def multiply(
-    M: int, K: int, format: str, group: int, scale: torch.dtype, dtype: torch.dtype, zeros: bool | torch.dtype
+    M: int,
+    K: int,
+    format: str,
+    group: int,
+    scale: torch.dtype,
+    dtype: torch.dtype,
+    zeros: bool | torch.dtype,
+    N: int = 4096,
 ) -> None:
-    N, zero = 4096, zeros if isinstance(zeros, torch.dtype) else torch.int8
+    zero = zeros if isinstance(zeros, torch.dtype) else torch.int8
     form = FORMATS[format]
     empty = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=META)  # noqa: E731
     width, storage = (packed_width(K), torch.uint8) if form.bits == 4 else (K, form.storage)

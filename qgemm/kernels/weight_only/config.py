@@ -139,6 +139,8 @@ FEW_ROWS = {
 """By the weight's bits and the maximum number of rows of x: the tiles of weights with up to 2 and up to 4 times 16 rows
 for each SM, and of weights with more.
 """
+FEW_ROWS_OF_FLOATS = FewRows(2, 32, 16, 2, 4, 16, 168)
+"""In place of a tile with fewer registers, for float zero points of small groups: a factor and an addend for each."""
 # The slots fill shared memory, except for 4 to 32 KB in which warps exchange sums.
 RING = {
     (4, 8): (
@@ -248,11 +250,11 @@ several rows of tiles, another slot for x is.
 
 
 def fits_ring(M: int, K: int, form: StoredForm) -> bool:
-    """Whether ``_few_rows_ring_kernel`` has tiles for a product: blocks that end with K, and scales of many values.
+    """Whether ``_few_rows_ring_kernel`` has tiles for a product: blocks that end with K, and no small groups.
 
     A single row by a 4-bit weight is left to ``_few_rows_kernel``, which takes less time for it.
     """
-    return M <= MAX_RING_ROWS and K % form.block == 0 and not form.scales_values and (M > 1 or form.bits == 8)
+    return M <= MAX_RING_ROWS and K % form.block == 0 and not form.has_small_groups and (M > 1 or form.bits == 8)
 
 
 def _columns(M: int) -> int:
@@ -307,7 +309,9 @@ def _ring_microseconds(tile: FewRowsRing, step: float, N: int, blocks: int, bits
 def select_few_rows(M: int, N: int, form: StoredForm, limits: DeviceLimits) -> FewRows:
     """The tiles of a product of up to ``MAX_FEW_ROWS`` rows that doesn't fit the ring."""
     width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
-    return FEW_ROWS[form.bits, _columns(M)][width]
+    tile = FEW_ROWS[form.bits, _columns(M)][width]
+    bounded = tile.registers is not None and form.float_zeros and form.has_small_groups
+    return FEW_ROWS_OF_FLOATS if bounded else tile
 
 
 def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, exact: bool = True) -> Tiles:
