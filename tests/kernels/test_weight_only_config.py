@@ -65,10 +65,12 @@ def test_tiles_for_17_to_32_rows_of_int4(N: int, K: int, faster: bool) -> None:
     assert not prefers_tiles(16, N, K, INT4, H200)
 
 
-def test_small_groups_alone_have_no_ring() -> None:
+def test_the_ring_of_float_zero_points() -> None:
     floats = replace(INT4, has_zeros=True, float_zeros=True)
     assert select_few_rows(16, 57344, replace(floats, group=64), H200) == FEW_ROWS_OF_FLOATS
     assert fits_ring(16, 4096, floats)
+    assert not fits_ring(17, 4096, floats)
+    assert fits_ring(32, 4096, replace(INT8, has_zeros=True, float_zeros=True))
     assert not fits_ring(16, 4096, replace(floats, group=64))
     assert not fits_ring(16, 4096, replace(INT4, group=64))
 

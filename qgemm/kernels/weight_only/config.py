@@ -252,8 +252,11 @@ several rows of tiles, another slot for x is.
 def fits_ring(M: int, K: int, form: StoredForm) -> bool:
     """Whether ``_few_rows_ring_kernel`` has tiles for a product: blocks that end with K, and no small groups.
 
-    A single row by a 4-bit weight is left to ``_few_rows_kernel``, which takes less time for it.
+    A single row by a 4-bit weight is left to ``_few_rows_kernel``, which takes less time for it; with float zero points
+    of 4 bits, registers don't hold the sums of more than 16 rows.
     """
+    if M > MAX_FEW_ROWS and form.float_zeros and form.bits == 4:
+        return False
     return M <= MAX_RING_ROWS and K % form.block == 0 and not form.has_small_groups and (M > 1 or form.bits == 8)
 
 
