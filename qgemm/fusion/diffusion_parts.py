@@ -8,7 +8,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from qgemm.fusion.branches import NotFused, merge
@@ -50,16 +50,11 @@ def find_mlp(module: nn.Module) -> FusedMlp:
     act: Any
     act, _, down, *_ = module.get_submodule("net").children()
     if type(act).__name__ == "GEGLU":
-        return FusedMlp(merge([act.proj]), merge([down]), _geglu, "", gated=False)
+        return FusedMlp(merge([act.proj]), merge([down]), F.gelu, "gelu", gated=True, up_first=True)
     if type(act).__name__ != "GELU" or getattr(act, "approximate", None) not in GELU:
         raise NotFused(f"the activation of its MLP is a {type(act).__name__}, not a GELU")
     function = partial(F.gelu, approximate=act.approximate)
     return FusedMlp(merge([act.proj]), merge([down]), function, GELU[act.approximate], gated=False)
-
-
-def _geglu(h: Tensor) -> Tensor:
-    up, gate = h.chunk(2, dim=-1)
-    return up * F.gelu(gate)
 
 
 def check_is_swiglu(module: nn.Module) -> None:
