@@ -1,4 +1,4 @@
-"""Finds blocks of Stable Diffusion 1.5, 2 and XL: ``nn/blocks/diffusion_basic.py``."""
+"""Finds blocks of Stable Diffusion 1.5, 2 and XL, and of PixArt: ``nn/blocks/diffusion_basic.py``."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ import torch
 from torch import nn
 
 from qgemm.fusion.branches import NotFused, merge
-from qgemm.fusion.diffusion_parts import fields_of, find_attention, find_layer, find_mlp, find_step
+from qgemm.fusion.diffusion_parts import fields_of, find_attention, find_layer, find_mlp, find_modulated, find_step
 from qgemm.fusion.probe import normal
 from qgemm.nn.blocks.diffusion import IMAGE, TEXT, BlockAttention
-from qgemm.nn.blocks.diffusion_basic import FusedBasicBlock
+from qgemm.nn.blocks.diffusion_basic import MASK, TIMESTEP, BasicBlock, FusedBasicBlock, FusedTimedBasicBlock
 from qgemm.nn.blocks.diffusion_cross import Source
 
 _BATCH, _TOKENS, _OTHERS = 2, 12, 5
 
 
-def find_basic(block: Any) -> FusedBasicBlock:
+def find_basic(block: Any) -> BasicBlock:
     """diffusers' ``BasicTransformerBlock``."""
-    if block.norm_type != "layer_norm":
-        raise NotFused(f"its norms are of type {block.norm_type}, not layer_norm")
+    if block.norm_type not in ("layer_norm", "ada_norm_single"):
+        raise NotFused(f"its norms are of type {block.norm_type}, not layer_norm or ada_norm_single")
     if block.pos_embed is not None:
         raise NotFused("it adds positions to its tokens")
     if block.only_cross_attention or block.attn2 is None or not block.attn2.is_cross_attention:
         raise NotFused("it doesn't attend to itself, then to a text")
     attention, cross = (_find_plain_attention(block, name) for name in ("attn1", "attn2"))
-    norms = find_step(block, "norm1"), find_step(block, "norm2"), find_step(block, "norm3")
     mlp = find_mlp(block.ff)
     qkv = merge([find_layer(block, f"attn1.{name}") for name in ("to_q", "to_k", "to_v")])
     key_value = merge([find_layer(block, f"attn2.{name}") for name in ("to_k", "to_v")])
     out, query, cross_out = (
         merge([find_layer(block, name)]) for name in ("attn1.to_out.0", "attn2.to_q", "attn2.to_out.0")
     )
-    return FusedBasicBlock(
-        block, norms, attention, qkv, out, cross, query, Source(key_value, None), cross_out, mlp, returned=(IMAGE,),
-        **fields_of(block),
-    )  # fmt: skip
+    parts = block, attention, qkv, out, cross, query, Source(key_value, None), cross_out, mlp
+    others = {"returned": (IMAGE,), **fields_of(block)}
+    if block.norm_type == "layer_norm":
+        first, second, third = (find_step(block, name) for name in ("norm1", "norm2", "norm3"))
+        return FusedBasicBlock(*parts, (first, second, third), **others)
+    return FusedTimedBasicBlock(*parts, (find_modulated(block, "norm1"), find_modulated(block, "norm2")), **others)
 
 
 def _find_plain_attention(block: nn.Module, name: str) -> BlockAttention:
@@ -51,9 +52,13 @@ def _find_plain_attention(block: nn.Module, name: str) -> BlockAttention:
     return found
 
 
-def basic_arguments(fused: FusedBasicBlock, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
-    """Random arguments for a block."""
+def basic_arguments(fused: BasicBlock, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
+    """Random arguments for a block, for a call with a mask and one without."""
     generator = torch.Generator().manual_seed(0)
     K, of_text = fused.qkv.layers[0].in_features, fused.source.key_value.layers[0].in_features
-    sizes = {IMAGE: (_BATCH, _TOKENS, K), TEXT: (_BATCH, _OTHERS, of_text)}
-    return [{name: normal(size, generator).to(device, dtype) for name, size in sizes.items()}]
+    sizes: dict[str, tuple[int, ...]] = {
+        IMAGE: (_BATCH, _TOKENS, K), TEXT: (_BATCH, _OTHERS, of_text), TIMESTEP: (_BATCH, 6 * K),
+        MASK: (_BATCH, 1, _OTHERS),
+    }  # fmt: skip
+    made: dict[str, Any] = {name: normal(size, generator).to(device, dtype) for name, size in sizes.items()}
+    return [made, {**made, MASK: None}]

@@ -111,6 +111,11 @@ def pixart(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
     return ready(model, inputs, dtype)
 
 
+def dit() -> tuple[nn.Module, Inputs]:
+    sizes = {"num_layers": 1, "sample_size": 8, "num_attention_heads": 2, "attention_head_dim": 32}
+    return ready(diffusers.DiTTransformer2DModel(**sizes), {}, torch.float32)
+
+
 def sdxl(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, Inputs]:
     sizes = {"block_out_channels": (32,), "layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": 48}
     sizes |= {"attention_head_dim": 2, "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64}
@@ -132,6 +137,7 @@ FAMILIES: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {
     "wan": wan,
     "wan-tokens": lambda dtype=torch.float32: wan(dtype, by_token=True),
     "wan-image": wan_with_image,
+    "pixart": pixart,
     "sdxl": sdxl,
     "sd1.5": lambda dtype=torch.float32: sdxl(dtype, use_linear_projection=False),
 }
@@ -273,7 +279,8 @@ def test_calls_of_blocks_of_stable_diffusion_xl_that_their_class_computes(comput
     for change, is_fused in (
         ({"cross_attention_kwargs": {}, "timestep": torch.ones(2), "class_labels": torch.ones(2)}, True),
         ({"attention_mask": random(2, 1, 12)}, False),
-        ({"encoder_attention_mask": random(2, 1, TEXT)}, False),
+        ({"encoder_attention_mask": random(2, 1, TEXT)}, True),
+        ({"encoder_attention_mask": random(2, 2, TEXT).flatten(0, 1)[:, None]}, False),  # of heads
         ({"cross_attention_kwargs": {"gligen": {"objs": random(2, 3, 48)}}}, False),
     ):
         given, had = {**known, **change}, len(computed)
@@ -282,7 +289,7 @@ def test_calls_of_blocks_of_stable_diffusion_xl_that_their_class_computes(comput
         assert len(computed) - had == is_fused
     block.set_chunk_feed_forward(6, dim=1)
     block(**known)
-    assert len(computed) == 1
+    assert len(computed) == 2
 
 
 def test_calls_of_blocks_of_flux_2_that_their_class_computes(computed: list[str]) -> None:
@@ -351,7 +358,7 @@ def test_replaced_weights_count(computed: list[str]) -> None:
         (sd3, "it has two attentions, or returns no text"),
         (lambda: qwen(zero_cond_t=True), "it modulates some tokens of an image in another way than others"),
         (lambda: sdxl(only_cross_attention=True), "it doesn't attend to itself, then to a text"),
-        (lambda: pixart(), "its norms are of type ada_norm_single, not layer_norm"),
+        (dit, "its norms are of type ada_norm_zero, not layer_norm or ada_norm_single"),
     ],
 )
 def test_blocks_that_stay(build: Callable[[], tuple[nn.Module, Inputs]], reason: str) -> None:

@@ -32,7 +32,7 @@ IMAGE, TEXT, TIME = "hidden_states", "encoder_hidden_states", "temb"
 Positions: TypeAlias = tuple[Tensor, Tensor] | None
 """Cosines and sines of a stream's tokens, ``[1, S, D / 2]`` in float32."""
 
-_NO_NORM = Norm(MODULATED)  # of a sum alone
+NO_NORM = Norm(MODULATED)  # of a sum alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ def modulated(x: Tensor, modulation: Modulation, operands: tuple[Operands, ...])
 
 def gated(branch: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """``x + gate * branch``."""
-    return add_norm(branch, x, None, None, None, _NO_NORM, gate)[0]
+    return add_norm(branch, x, None, None, None, NO_NORM, gate)[0]
 
 
 def added_and_normed(

@@ -1,6 +1,8 @@
-"""Blocks of Stable Diffusion 1.5, 2 and XL: attention to themselves, then to a text, and an MLP, each behind a norm.
+"""diffusers' ``BasicTransformerBlock``: attention to itself, then to a text, and an MLP.
 
-Time steps don't reach these blocks: norms have weights of their own, and residuals no gates.
+Those of Stable Diffusion 1.5, 2 and XL don't read the time step: their norms have weights, and residuals no gates.
+PixArt's have norms and gates of a time step, whose vectors are the same for all blocks, apart from what each adds; and
+no norm before attention to the text.
 """
 
 from __future__ import annotations
@@ -11,28 +13,41 @@ from typing import Any
 
 from torch import Tensor
 
+from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.attention import HeadNorms
-from qgemm.nn.blocks.diffusion import IMAGE, TEXT, BlockAttention, DiffusionBlock, is_absent
+from qgemm.nn.blocks.diffusion import (
+    IMAGE,
+    NO_NORM,
+    TEXT,
+    BlockAttention,
+    DiffusionBlock,
+    added_and_normed,
+    gated,
+    is_absent,
+    modulated,
+    modulations_of,
+)
 from qgemm.nn.blocks.diffusion_cross import Source
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mlp import FusedMlp
-from qgemm.nn.blocks.operands import Operands
+from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.steps import NormStep, add_and_read, read
 
-_UNREAD = {"timestep", "class_labels", "added_cond_kwargs"}  # arguments that blocks with such norms don't read
+MASK, TIMESTEP = "encoder_attention_mask", "timestep"
+"""The block's names for what is added to scores of a text's tokens, ``[B, 1, T]``, and for the time step's vectors."""
+
+_UNREAD = {TIMESTEP, "class_labels", "added_cond_kwargs"}  # what blocks with other norms read
 
 
 @dataclass(frozen=True, eq=False)
-class FusedBasicBlock(DiffusionBlock):
-    """How diffusers' ``BasicTransformerBlock`` computes.
+class BasicBlock(DiffusionBlock):
+    """What both kinds have in common.
 
     - ``module``: the block.
-    - ``norms``: before attention, before attention to the text, and before the MLP.
     - ``attention``, ``qkv``, ``out``: attention to itself; ``cross``, ``query``, ``source``, ``cross_out``: to a text.
     """
 
     module: Any
-    norms: tuple[NormStep, NormStep, NormStep]
     attention: BlockAttention
     qkv: MergedWeights
     out: MergedWeights
@@ -58,26 +73,77 @@ class FusedBasicBlock(DiffusionBlock):
         return ()
 
     def takes(self, context: Mapping[str, Any]) -> bool:
-        """Whether there are tokens of an image and a text, no masks, and nothing that adapters pass."""
-        x, text = context[IMAGE], context[TEXT]
+        """Whether there are tokens of an image and a text, no other mask than the text's, and nothing of adapters."""
+        x, text, mask = context[IMAGE], context[TEXT], context[MASK]
         if type(x) is not Tensor or type(text) is not Tensor or x.dim() != 3 or text.dim() != 3:
             return False
         if x.dtype != text.dtype or len(x) != len(text) or self.module._chunk_size is not None:
             return False
-        return all(is_absent(value) for name, value in context.items() if name not in {IMAGE, TEXT, *_UNREAD})
+        if mask is not None and (type(mask) is not Tensor or mask.shape != (len(x), 1, text.shape[1])):
+            return False
+        return all(is_absent(value) for name, value in context.items() if name not in {IMAGE, TEXT, MASK, *_UNREAD})
+
+    def _attend(self, into: Input, operands: tuple[Operands, ...], x: Tensor) -> Tensor:
+        """What attention to itself adds to ``x [B, S, K]``."""
+        of_qkv, out_of, *_ = operands
+        qkv = of_qkv.product(into, x.dtype).view(*x.shape[:2], 3, self.attention.heads, self.attention.head_dim)
+        q, k, v = qkv.unbind(2)
+        attended = self.attention(q, k.transpose(1, 2), v.transpose(1, 2), None)
+        del qkv, q, k, v
+        return out_of.product(attended, x.dtype)
+
+    def _attend_to_text(
+        self, into: Input, operands: tuple[Operands, ...], x: Tensor, context: Mapping[str, Any]
+    ) -> Tensor:
+        """What attention to the text adds to ``x [B, S, K]``."""
+        _, _, of_query, of_text, out_of, *_ = operands
+        mask = None if context[MASK] is None else context[MASK][:, None]
+        q = of_query.product(into, x.dtype).view(*x.shape[:2], self.cross.heads, self.cross.head_dim)
+        attended = self.cross(q, *self.source(context[TEXT], of_text, self.cross), mask)
+        del q
+        return out_of.product(attended, x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedBasicBlock(BasicBlock):
+    """How a block computes whose three ``norms`` have weights: before each attention, and before the MLP."""
+
+    norms: tuple[NormStep, NormStep, NormStep]
 
     def __call__(self, operands: tuple[Operands, ...], context: Mapping[str, Any]) -> Tensor:
         """The tokens, as the block returns them."""
-        of_qkv, out_of, of_query, of_text, out_of_cross, *of_mlp = operands
         x = context[IMAGE].contiguous()  # behind a convolution it isn't, and would be copied twice
-        dtype = x.dtype
+        of_qkv, _, of_query, _, _, *of_mlp = operands
         first, second, third = self.norms
-        qkv = of_qkv.product(read(x, first, (of_qkv,)), dtype).unflatten(-1, (3, self.attention.heads, -1))
-        q, k, v = qkv.unbind(2)
-        branch = out_of.product(self.attention(q, k.transpose(1, 2), v.transpose(1, 2), None), dtype)
-        del qkv, q, k, v
+        branch = self._attend(read(x, first, (of_qkv,)), operands, x)
         x, into = add_and_read(branch, x, None, second, (of_query,))
-        q = of_query.product(into, dtype).unflatten(-1, (self.cross.heads, -1))
-        attended = self.cross(q, *self.source(context[TEXT], of_text, self.cross), None)
-        x, into = add_and_read(out_of_cross.product(attended, dtype), x, None, third, (*of_mlp,))
-        return self.mlp(into, (*of_mlp,), x, dtype, {})
+        branch = self._attend_to_text(into, operands, x, context)
+        x, into = add_and_read(branch, x, None, third, (*of_mlp,))
+        del branch
+        return self.mlp(into, (*of_mlp,), x, x.dtype, {})
+
+
+@dataclass(frozen=True, eq=False)
+class FusedTimedBasicBlock(BasicBlock):
+    """How a block computes whose norms, ``before`` attention to itself and the MLP, have the time step's vectors."""
+
+    before: tuple[Norm, Norm]
+
+    def takes(self, context: Mapping[str, Any]) -> bool:
+        """Whether the time step's vectors are known, too."""
+        x, time = context[IMAGE], context[TIMESTEP]
+        if not super().takes(context) or type(time) is not Tensor or time.numel() != 6 * len(x) * x.shape[2]:
+            return False
+        return {time.dtype, self.module.scale_shift_table.dtype} == {x.dtype}
+
+    def __call__(self, operands: tuple[Operands, ...], context: Mapping[str, Any]) -> Tensor:
+        """The tokens, as the block returns them."""
+        x = context[IMAGE].contiguous()
+        of_qkv, _, of_query, _, _, *of_mlp = operands
+        vectors = self.module.scale_shift_table.flatten() + context[TIMESTEP].reshape(len(x), -1)
+        first, last = modulations_of(vectors, self.before)
+        branch = self._attend(modulated(x, first, (of_qkv,)), operands, x)
+        x, into = added_and_normed(branch, x, first.gate, (None, None), NO_NORM, (of_query,))
+        branch = self._attend_to_text(into, operands, x, context)
+        x, into = added_and_normed(branch, x, None, last[:2], last.norm, (*of_mlp,))
+        return gated(self.mlp(into, (*of_mlp,), None, x.dtype, {}), x, last.gate)
