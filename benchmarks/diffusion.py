@@ -33,7 +33,7 @@ VIDEO_HEADS = {"attention_head_dim": 128, "num_attention_heads": 40}
 VIDEO = (11, 60, 104)  # what 41 frames of 480 x 832 pixels become: 17,160 tokens
 UNET = {
     "block_out_channels": (320, 640, 1280), "attention_head_dim": (5, 10, 20),
-    "transformer_layers_per_block": (1, 2, 10),
+    "transformer_layers_per_block": (1, 2, 10), "layers_per_block": 2,
 }  # fmt: skip
 MAX_ERROR = 0.1
 COMPILED = {f"{way}, compiled": way for way in (FLOAT, "int8")}
