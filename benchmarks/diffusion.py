@@ -1,9 +1,9 @@
-"""Times diffusion transformers on a GPU: ``python -m benchmarks.diffusion --help``.
+"""Times diffusion models on a GPU: ``python -m benchmarks.diffusion --help``.
 
-Models are diffusers' in bfloat16, with random weights, a few blocks of full width, and the tokens of an image of 1024 x
-1024 pixels, or of a video. Ways to run each take turns: as it is, quantized to int8, fused as well, some with
-``fast_forward``, and, with ``--compile``, compiled by PyTorch. Of a call are measured what it takes from an idle GPU to
-an idle GPU, with the host's time, and what its kernels take, in a CUDA graph.
+Models are diffusers' in bfloat16, with random weights, a few blocks of full width (of Stable Diffusion XL all), and the
+tokens of an image of 1024 x 1024 pixels, or of a video. Ways to run each take turns: as it is, quantized to int8, fused
+as well, some with ``fast_forward``, and, with ``--compile``, compiled by PyTorch. Of a call are measured what it takes
+from an idle GPU to an idle GPU, with the host's time, and what its kernels take, in a CUDA graph.
 
 Before they are timed, outputs are compared with those of the float model in eager mode.
 """
@@ -31,6 +31,10 @@ FLUX2_HEADS = {"num_attention_heads": 48}
 SIDE = 64  # tokens along each side of an image of 1024 pixels
 VIDEO_HEADS = {"attention_head_dim": 128, "num_attention_heads": 40}
 VIDEO = (11, 60, 104)  # what 41 frames of 480 x 832 pixels become: 17,160 tokens
+UNET = {
+    "block_out_channels": (320, 640, 1280), "attention_head_dim": (5, 10, 20),
+    "transformer_layers_per_block": (1, 2, 10), "layers_per_block": 2,
+}  # fmt: skip
 MAX_ERROR = 0.1
 COMPILED = {f"{way}, compiled": way for way in (FLOAT, "int8")}
 COMPILED_ERROR = 0.5
@@ -128,6 +132,25 @@ def wan(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
     return WanTransformer3DModel(num_layers=2, **VIDEO_HEADS), inputs
 
 
+def sdxl(device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """Stable Diffusion XL's whole UNet, with 70 blocks: two samples, for guidance."""
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=2048, use_linear_projection=True, addition_embed_type="text_time",
+        addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816, **UNET,
+    )  # fmt: skip
+    size = torch.tensor([1024.0, 1024.0, 0.0, 0.0, 1024.0, 1024.0], device=device)
+    inputs = {
+        "sample": random(2, 4, 2 * SIDE, 2 * SIDE, device=device),
+        "encoder_hidden_states": random(2, 77, 2048, device=device),
+        "added_cond_kwargs": {"text_embeds": random(2, 1280, device=device), "time_ids": size.expand(2, 6)},
+    }
+    return model, inputs
+
+
 MODELS: dict[str, Callable[[torch.device], tuple[nn.Module, dict[str, Any]]]] = {
     "flux": flux,
     "flux2": flux2,
@@ -135,6 +158,7 @@ MODELS: dict[str, Callable[[torch.device], tuple[nn.Module, dict[str, Any]]]] = 
     "sd3": sd3,
     "hunyuan-video": hunyuan_video,
     "wan": wan,
+    "sdxl": sdxl,
 }
 
 
@@ -187,7 +211,7 @@ def build(name: str, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=parameter[0].numel() ** -0.5)
-    given["timestep"] = torch.tensor([0.5], device=device).expand(given["hidden_states"].shape[0])
+    given["timestep"] = torch.tensor([0.5], device=device).expand(given["encoder_hidden_states"].shape[0])
     inputs = {key: x.bfloat16() if torch.is_tensor(x) and x.dtype != torch.bool else x for key, x in given.items()}
     return in_bfloat16(model).eval().requires_grad_(False), inputs
 

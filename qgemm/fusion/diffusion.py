@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qgemm.fusion.branches import NotFused
+from qgemm.fusion.diffusion_basic import basic_arguments, find_basic
 from qgemm.fusion.diffusion_cross import cross_arguments, find_wan
 from qgemm.fusion.diffusion_joint import (
     find_flux,
@@ -114,4 +115,5 @@ _FAMILIES = {
     "HunyuanVideoTransformerBlock": Family(find_hunyuan_video, joint_arguments),
     "HunyuanVideoSingleTransformerBlock": Family(find_hunyuan_video_single, joint_arguments),
     "WanTransformerBlock": Family(find_wan, cross_arguments),
+    "BasicTransformerBlock": Family(find_basic, basic_arguments),
 }

@@ -15,11 +15,11 @@ from qgemm.fusion.diffusion_parts import (
     find_layer,
     find_mlp,
     find_modulated,
+    find_step,
 )
-from qgemm.fusion.probe import find_norm, normal, uniform
+from qgemm.fusion.probe import normal, uniform
 from qgemm.nn.blocks.diffusion import IMAGE, TEXT, TIME
 from qgemm.nn.blocks.diffusion_cross import ANGLES, TEXT_TOKENS, FusedCrossBlock, Source
-from qgemm.nn.blocks.steps import NormStep
 
 _PROCESSOR = "WanAttnProcessor"
 _BATCH, _TOKENS, _OTHERS = 2, 12, 5
@@ -39,8 +39,8 @@ def find_wan(block: nn.Module) -> FusedCrossBlock:
         merge([find_layer(block, name)]) for name in ("attn1.to_out.0", "attn2.to_q", "attn2.to_out.0")
     )
     return FusedCrossBlock(
-        block, find_modulated(block, "norm1", "FP32LayerNorm"), attention, qkv, norms, out, _find_step(block, "norm2"),
-        cross, query, _find_step(block, "attn2.norm_q"), tuple(sources), cross_out,
+        block, find_modulated(block, "norm1", "FP32LayerNorm"), attention, qkv, norms, out, find_step(block, "norm2"),
+        cross, query, find_step(block, "attn2.norm_q"), tuple(sources), cross_out,
         find_modulated(block, "norm3", "FP32LayerNorm"), find_mlp(block.get_submodule("ffn")), returned=(IMAGE,),
         **fields_of(block),
     )  # fmt: skip
@@ -48,15 +48,7 @@ def find_wan(block: nn.Module) -> FusedCrossBlock:
 
 def _find_source(block: nn.Module, key: str, value: str, norm: str) -> Source:
     key_value = merge([find_layer(block, f"attn2.{name}") for name in (key, value)])
-    return Source(key_value, _find_step(block, f"attn2.{norm}"))
-
-
-def _find_step(block: nn.Module, name: str) -> NormStep:
-    module = block.get_submodule(name)
-    norm = find_norm(module)
-    if norm is None:
-        raise NotFused(f"{name} is no known norm with a weight")
-    return NormStep(module, norm)
+    return Source(key_value, find_step(block, f"attn2.{norm}"))
 
 
 def cross_arguments(fused: FusedCrossBlock, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:

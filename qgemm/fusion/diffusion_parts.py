@@ -19,6 +19,7 @@ from qgemm.nn.blocks.attention import HeadNorms
 from qgemm.nn.blocks.diffusion import BlockAttention
 from qgemm.nn.blocks.merged import why_apart
 from qgemm.nn.blocks.mlp import FusedMlp
+from qgemm.nn.blocks.steps import NormStep
 
 PACKAGE = "diffusers.models."
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -41,13 +42,15 @@ def find_attention(block: nn.Module, name: str, processor: str, width: int = 0) 
 
 
 def find_mlp(module: nn.Module) -> FusedMlp:
-    """diffusers' ``FeedForward`` with GELU, or Flux 2's with SiLU and gates."""
+    """diffusers' ``FeedForward`` with GELU or GEGLU, or Flux 2's with SiLU and gates."""
     if type(module).__name__ == "Flux2FeedForward":
         check_is_swiglu(module.get_submodule("act_fn"))
         first = merge([find_layer(module, "linear_in")])
         return FusedMlp(first, merge([find_layer(module, "linear_out")]), F.silu, "silu", gated=True)
     act: Any
     act, _, down, *_ = module.get_submodule("net").children()
+    if type(act).__name__ == "GEGLU":
+        return FusedMlp(merge([act.proj]), merge([down]), F.gelu, "gelu", gated=True, up_first=True)
     if type(act).__name__ != "GELU" or getattr(act, "approximate", None) not in GELU:
         raise NotFused(f"the activation of its MLP is a {type(act).__name__}, not a GELU")
     function = partial(F.gelu, approximate=act.approximate)
@@ -79,6 +82,15 @@ def find_modulated(block: nn.Module, name: str, kind: str = "LayerNorm") -> Norm
     if not isinstance(norm, nn.LayerNorm) or type(norm).__name__ != kind or has_vectors:
         raise NotFused(f"{name} is no layer norm without a weight and a bias")
     return Norm(MODULATED, norm.eps)
+
+
+def find_step(block: nn.Module, name: str) -> NormStep:
+    """A norm with a weight of its own."""
+    module = block.get_submodule(name)
+    norm = find_norm(module)
+    if norm is None:
+        raise NotFused(f"{name} is no known norm with a weight")
+    return NormStep(module, norm)
 
 
 def find_layer(block: nn.Module, name: str) -> Any:

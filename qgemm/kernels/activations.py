@@ -25,14 +25,15 @@ MATMUL_ACTIVATIONS = ("gelu", "relu", "silu")
 """The activations that ``matmul`` applies."""
 
 
-def activated(x: Tensor, activation: str, gated: bool) -> Tensor:
+def activated(x: Tensor, activation: str, gated: bool, up_first: bool = False) -> Tensor:
     """``round(round(act(gate)) * up)`` of ``x [..., 2I]``, gates before ups: ``[..., I]`` in the dtype of ``x``.
 
-    Without ``gated``, ``round(act(x))``. ``activation``: one of ``ACTIVATIONS``.
+    Without ``gated``, ``round(act(x))``. ``activation``: one of ``ACTIVATIONS``. ``up_first``: the ups are before the
+    gates.
     """
     if not gated:
         return ACTIVATIONS[activation](x)
-    gate, up = x.chunk(2, dim=-1)
+    gate, up = x.chunk(2, dim=-1)[:: -1 if up_first else 1]
     return ACTIVATIONS[activation](gate) * up
 
 

@@ -70,13 +70,15 @@ def check_norm(operation: str, call: NormCall) -> None:
     _check_static_scale("input_scale", input_scale, x)
 
 
-def check_activate(x: Tensor, activation: str, gated: bool) -> None:
+def check_activate(x: Tensor, activation: str, gated: bool, up_first: bool = False) -> None:
     """Raises if ``activate`` doesn't accept these."""
     _check_rows("activate", x)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be one of {sorted(ACTIVATIONS)}")
     if gated and x.shape[-1] % 2:
         raise ValueError(f"x has {x.shape[-1]} columns; gates and ups side by side are an even number of them")
+    if up_first and not gated:
+        raise ValueError("up_first says where the gates are, but there are none without gated")
 
 
 def check_activation_quantize(
@@ -86,10 +88,11 @@ def check_activation_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
     prefix: Tensor | None = None,
+    up_first: bool = False,
 ) -> None:
     """Raises if ``activation_quantize`` doesn't accept these."""
     _check_quantized("activation_quantize", dtype)
-    check_activate(x, activation, gated)
+    check_activate(x, activation, gated, up_first)
     if prefix is not None:
         if prefix.dtype != x.dtype or prefix.shape[:-1] != x.shape[:-1] or prefix.ndim != x.ndim:
             wanted = f"{x.dtype} {[*x.shape[:-1], 'P']}, as x is"

@@ -105,19 +105,20 @@ def activation_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
     prefix: Tensor | None = None,
+    up_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.activation_quantize`` on the CPU."""
     K = x.shape[-1] // 2 if gated else x.shape[-1]
     if prefix is None:
-        return _quantize(lambda x: activated(x, activation, gated), (x,), K, input_scale, dtype=dtype)
-    both = lambda x, prefix: torch.cat([prefix, activated(x, activation, gated)], dim=-1)  # noqa: E731
+        return _quantize(lambda x: activated(x, activation, gated, up_first), (x,), K, input_scale, dtype=dtype)
+    both = lambda x, prefix: torch.cat([prefix, activated(x, activation, gated, up_first)], dim=-1)  # noqa: E731
     return _quantize(both, (x, prefix), prefix.shape[-1] + K, input_scale, dtype=dtype)
 
 
 @without_grad
-def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+def activate(x: Tensor, activation: str, gated: bool, up_first: bool = False) -> Tensor:
     """``dispatch.activate`` on the CPU."""
-    return activated(x, activation, gated)
+    return activated(x, activation, gated, up_first)
 
 
 def _quantize(

@@ -170,6 +170,7 @@ def activation_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
     prefix: Tensor | None = None,
+    up_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows`` of ``act(gate) * up`` in one kernel: the step between the two products of an MLP.
 
@@ -178,17 +179,20 @@ def activation_quantize(
     rounded to the dtype of ``x``, and so is the product, as float modules do. Returns ``q [..., I]`` and ``row_scale``
     as from ``quantize_rows``.
 
-    ``prefix``: ``[..., P]``: ``cat(prefix, ...)`` is quantized, ``[..., P + I]``.
+    ``prefix``: ``[..., P]``: ``cat(prefix, ...)`` is quantized, ``[..., P + I]``. ``up_first``: all ups are before the
+    gates, as in diffusers' GEGLU.
     """
-    checks.check_activation_quantize(x, activation, gated, input_scale, dtype, prefix)
-    out: tuple[Tensor, Tensor] = _backend(x).activation_quantize(x, activation, gated, input_scale, dtype, prefix)
+    checks.check_activation_quantize(x, activation, gated, input_scale, dtype, prefix, up_first)
+    out: tuple[Tensor, Tensor] = _backend(x).activation_quantize(
+        x, activation, gated, input_scale, dtype, prefix, up_first
+    )
     return out
 
 
-def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+def activate(x: Tensor, activation: str, gated: bool, up_first: bool = False) -> Tensor:
     """``act(gate) * up`` in one kernel: what ``activation_quantize`` quantizes, as floats ``[..., I]``."""
-    checks.check_activate(x, activation, gated)
-    out: Tensor = _backend(x).activate(x, activation, gated)
+    checks.check_activate(x, activation, gated, up_first)
+    out: Tensor = _backend(x).activate(x, activation, gated, up_first)
     return out
 
 

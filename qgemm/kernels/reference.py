@@ -182,13 +182,14 @@ def activation_quantize_reference(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
     prefix: Tensor | None = None,
+    up_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows_reference(round(round(act(gate)) * up), input_scale)`` of ``x [..., 2I]``, gates before ups.
 
-    Without ``gated``, it quantizes ``round(act(x))``; with ``prefix``, ``cat(prefix, ...)``. ``round`` is to
-    the dtype of ``x``.
+    Without ``gated``, it quantizes ``round(act(x))``; with ``prefix``, ``cat(prefix, ...)``; with
+    ``up_first``, ups are before gates. ``round`` is to the dtype of ``x``.
     """
-    values = activated(x, activation, gated)
+    values = activated(x, activation, gated, up_first)
     values = values if prefix is None else torch.cat([prefix, values], dim=-1)
     return quantize_rows_reference(values, input_scale, dtype=dtype)
 

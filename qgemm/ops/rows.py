@@ -2,8 +2,9 @@
 
 - ``quantize_rows(x, scale, zero_point, dtype)``: ``(q, row_scale)``.
 - ``quantize_groups(x)``: ``(q, scale)``, with a scale for each 128 values of a row.
-- ``activation_quantize(x, activation, gated, input_scale, dtype, prefix)``: the same, after ``act(gate) * up``.
-- ``activate(x, activation, gated)``: ``act(gate) * up`` itself.
+- ``activation_quantize(x, activation, gated, input_scale, dtype, prefix, up_first)``: the same, after
+  ``act(gate) * up``.
+- ``activate(x, activation, gated, up_first)``: ``act(gate) * up`` itself.
 - ``hadamard(x)``: ``x`` times a block-diagonal Walsh-Hadamard matrix.
 """
 
@@ -29,42 +30,43 @@ def activation_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
     prefix: Tensor | None = None,
+    up_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.qgemm.activation_quantize``, bypassing the dispatcher where nothing in it needs to see the call."""
-    what, tensors = ("activation_quantize", activation, gated, dtype), (x, input_scale, prefix)
+    what, tensors = ("activation_quantize", activation, gated, dtype, up_first), (x, input_scale, prefix)
     out: Any = recall_launch(what, tensors)
     if out is None and seen_by_others(x, input_scale, prefix):
-        out = torch.ops.qgemm.activation_quantize(x, activation, gated, input_scale, dtype, prefix)
+        out = torch.ops.qgemm.activation_quantize(x, activation, gated, input_scale, dtype, prefix, up_first)
     elif out is None:
-        out = dispatch.activation_quantize(x, activation, gated, input_scale, dtype, prefix)
+        out = dispatch.activation_quantize(x, activation, gated, input_scale, dtype, prefix, up_first)
 
         def launched() -> Any:
             from qgemm.kernels.activation import launcher
 
             q, row_scale = out
-            return launcher.find_launch(x, activation, gated, input_scale, q, row_scale, prefix)
+            return launcher.find_launch(x, activation, gated, input_scale, q, row_scale, prefix, up_first)
 
         remember_launch(what, tensors, out, launched)
     found: tuple[Tensor, Tensor] = out
     return found
 
 
-def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+def activate(x: Tensor, activation: str, gated: bool, up_first: bool = False) -> Tensor:
     """``torch.ops.qgemm.activate``, bypassing the dispatcher where nothing in it needs to see the call."""
-    what = "activate", activation, gated
+    what = "activate", activation, gated, up_first
     recalled = recall_launch(what, (x,))
     if recalled is not None:
         return recalled[0]
     out: Tensor
     if seen_by_others(x):
-        out = torch.ops.qgemm.activate(x, activation, gated)
+        out = torch.ops.qgemm.activate(x, activation, gated, up_first)
         return out
-    out = dispatch.activate(x, activation, gated)
+    out = dispatch.activate(x, activation, gated, up_first)
 
     def launched() -> Any:
         from qgemm.kernels.activation import launcher
 
-        return launcher.find_plain_launch(x, activation, gated, out)
+        return launcher.find_plain_launch(x, activation, gated, up_first, out)
 
     remember_launch(what, (x,), (out,), launched)
     return out
@@ -107,8 +109,9 @@ def _activation_quantize(
     input_scale: Tensor | None,
     dtype: torch.dtype | None = None,
     prefix: Tensor | None = None,
+    up_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    return dispatch.activation_quantize(x, activation, gated, input_scale, dtype or INT8.storage, prefix)
+    return dispatch.activation_quantize(x, activation, gated, input_scale, dtype or INT8.storage, prefix, up_first)
 
 
 def _activation_quantize_fake(
@@ -118,9 +121,10 @@ def _activation_quantize_fake(
     input_scale: Tensor | None,
     dtype: torch.dtype | None = None,
     prefix: Tensor | None = None,
+    up_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     dtype = dtype or INT8.storage
-    checks.check_activation_quantize(x, activation, gated, input_scale, dtype, prefix)
+    checks.check_activation_quantize(x, activation, gated, input_scale, dtype, prefix, up_first)
     columns = (x.shape[-1] // 2 if gated else x.shape[-1]) + (0 if prefix is None else prefix.shape[-1])
     q = x.new_empty((*x.shape[:-1], columns), dtype=dtype)
     return q, x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -128,31 +132,31 @@ def _activation_quantize_fake(
 
 operator(
     "activation_quantize(Tensor x, str activation, bool gated, Tensor? input_scale, ScalarType? dtype=None, "
-    "Tensor? prefix=None) -> (Tensor, Tensor)",
+    "Tensor? prefix=None, bool up_first=False) -> (Tensor, Tensor)",
     compute=_activation_quantize,
     fake=_activation_quantize_fake,
     **NO_GRADIENT,
 )
 
 
-def _activate_fake(x: Tensor, activation: str, gated: bool) -> Tensor:
-    checks.check_activate(x, activation, gated)
+def _activate_fake(x: Tensor, activation: str, gated: bool, up_first: bool = False) -> Tensor:
+    checks.check_activate(x, activation, gated, up_first)
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1]))
 
 
 def _activate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.activation, ctx.gated = inputs
+    x, *ctx.how = inputs
     ctx.save_for_backward(x)
 
 
 def _activate_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    compute = lambda x: (activated(x, ctx.activation, ctx.gated),)  # noqa: E731
+    compute = lambda x: (activated(x, *ctx.how),)  # noqa: E731
     (found,) = gradients_through(compute, ctx.saved_tensors, [grad])
-    return found, None, None
+    return found, *[None for _ in ctx.how]
 
 
 operator(
-    "activate(Tensor x, str activation, bool gated) -> Tensor",
+    "activate(Tensor x, str activation, bool gated, bool up_first=False) -> Tensor",
     compute=dispatch.activate,
     fake=_activate_fake,
     setup_context=_activate_setup,

@@ -98,6 +98,35 @@ def wan_with_image(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Input
     return model, {**inputs, "encoder_hidden_states": of_text, "encoder_hidden_states_image": of_image}
 
 
+def pixart(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    sizes = {"num_layers": 2, "sample_size": 8, "in_channels": 4, "caption_channels": 24, "cross_attention_dim": 64}
+    model = diffusers.PixArtTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=32, **sizes, norm_type="ada_norm_single"
+    )
+    inputs = {
+        "hidden_states": random(2, 4, 8, 8), "encoder_hidden_states": random(2, TEXT, 24), "timestep": torch.ones(2),
+        "encoder_attention_mask": (torch.arange(TEXT) < torch.tensor([[TEXT], [3]])).float(),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }  # fmt: skip
+    return ready(model, inputs, dtype)
+
+
+def dit() -> tuple[nn.Module, Inputs]:
+    sizes = {"num_layers": 1, "sample_size": 8, "num_attention_heads": 2, "attention_head_dim": 32}
+    return ready(diffusers.DiTTransformer2DModel(**sizes), {}, torch.float32)
+
+
+def sdxl(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, Inputs]:
+    sizes = {"block_out_channels": (32,), "layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": 48}
+    sizes |= {"attention_head_dim": 2, "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64}
+    kinds = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("UpBlock2D",), "mid_block_type": None}
+    kinds |= {"addition_embed_type": "text_time", "use_linear_projection": True, "transformer_layers_per_block": 2}
+    model = diffusers.UNet2DConditionModel(**{**sizes, **kinds, **settings})
+    of_text = {"text_embeds": random(2, 16).to(dtype), "time_ids": random(2, 6).to(dtype)}
+    inputs = {"sample": random(2, 4, 4, 4), "encoder_hidden_states": random(2, TEXT, 48), "added_cond_kwargs": of_text}
+    return ready(model, inputs, dtype)
+
+
 FAMILIES: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {
     "flux": flux,
     "flux2": flux2,
@@ -108,6 +137,9 @@ FAMILIES: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {
     "wan": wan,
     "wan-tokens": lambda dtype=torch.float32: wan(dtype, by_token=True),
     "wan-image": wan_with_image,
+    "pixart": pixart,
+    "sdxl": sdxl,
+    "sd1.5": lambda dtype=torch.float32: sdxl(dtype, use_linear_projection=False),
 }
 FUSED = {"sd3": 1, "sd3.5": 1}  # blocks; 2 of the others
 
@@ -240,6 +272,26 @@ def test_calls_of_wans_block_that_its_class_computes(computed: list[str]) -> Non
         assert len(computed) - had == is_fused
 
 
+def test_calls_of_blocks_of_stable_diffusion_xl_that_their_class_computes(computed: list[str]) -> None:
+    model = quantize_model(sdxl(attention_type="gated")[0], fuse=True)
+    block = model.down_blocks[0].attentions[0].transformer_blocks[0]
+    known = {"hidden_states": random(2, 12, 32), "encoder_hidden_states": random(2, TEXT, 48)}
+    for change, is_fused in (
+        ({"cross_attention_kwargs": {}, "timestep": torch.ones(2), "class_labels": torch.ones(2)}, True),
+        ({"attention_mask": random(2, 1, 12)}, False),
+        ({"encoder_attention_mask": random(2, 1, TEXT)}, True),
+        ({"encoder_attention_mask": random(2, 2, TEXT).flatten(0, 1)[:, None]}, False),  # of heads
+        ({"cross_attention_kwargs": {"gligen": {"objs": random(2, 3, 48)}}}, False),
+    ):
+        given, had = {**known, **change}, len(computed)
+        with torch.no_grad():
+            torch.testing.assert_close(block(**given), type(block).forward(block, **given), rtol=1e-4, atol=1e-4)
+        assert len(computed) - had == is_fused
+    block.set_chunk_feed_forward(6, dim=1)
+    block(**known)
+    assert len(computed) == 2
+
+
 def test_calls_of_blocks_of_flux_2_that_their_class_computes(computed: list[str]) -> None:
     model = quantize_model(flux2()[0], fuse=True)
     angles = tuple(torch.rand(2, TEXT + 12, 16).repeat_interleave(2, dim=-1))
@@ -262,7 +314,7 @@ def test_calls_of_blocks_of_flux_2_that_their_class_computes(computed: list[str]
         assert len(computed) - had == is_fused
 
 
-@pytest.mark.parametrize("family", ["flux", "wan"])
+@pytest.mark.parametrize("family", ["flux", "wan", "sdxl"])
 def test_an_adapter_counts(family: str) -> None:
     model, inputs = FAMILIES[family]()
     quantize_model(model, fuse=True)
@@ -305,6 +357,8 @@ def test_replaced_weights_count(computed: list[str]) -> None:
     [
         (sd3, "it has two attentions, or returns no text"),
         (lambda: qwen(zero_cond_t=True), "it modulates some tokens of an image in another way than others"),
+        (lambda: sdxl(only_cross_attention=True), "it doesn't attend to itself, then to a text"),
+        (dit, "its norms are of type ada_norm_zero, not layer_norm or ada_norm_single"),
     ],
 )
 def test_blocks_that_stay(build: Callable[[], tuple[nn.Module, Inputs]], reason: str) -> None:

@@ -44,6 +44,10 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows activation bfloat16", lambda: activation(14_336, bf16, "silu", True))
     yield Case("rows activation fp8 bfloat16", lambda: activation(14_336, bf16, "silu", True, FP8.storage))
     yield Case("rows activation longest float16", lambda: activation(16_384, fp16, "gelu", True))
+    yield Case(
+        "rows activation ups first bfloat16",
+        lambda: activate.activation_quantize(rows(10_240, bf16), "gelu", True, up_first=True),
+    )
     yield Case("activation bfloat16", lambda: activate.activate(rows(28_672, bf16), "silu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
     yield Case("activation gradients bfloat16", lambda: activation_backward(2880, bf16, GPT_OSS))

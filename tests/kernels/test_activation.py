@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qgemm.kernels import dispatch
 from qgemm.kernels.activation import launcher as activation_launch
 from qgemm.kernels.activations import ACTIVATIONS, GPT_OSS, GatedActivation, activated
 from qgemm.kernels.launch.plans import PlanCache
@@ -93,6 +94,24 @@ def test_values_in_front(
             wanted, wanted_scale = activation_quantize_reference(x, "relu2", gated, scale, form, prefix)
             assert torch.equal(q.float(), wanted.float())
             assert torch.equal(row_scale.nan_to_num(nan=77), wanted_scale.nan_to_num(nan=77))
+
+
+@pytest.mark.parametrize("first", [0, 48])
+def test_ups_before_gates(first: int, device: torch.device) -> None:
+    x = (3 * torch.randn(6, 600, device=device)).bfloat16()
+    turned, prefix = x.roll(300, dims=1), x[:, :first] if first else None
+    for form in (torch.int8, FP8.storage):
+        wanted = activation_quantize_reference(x, "relu2", True, None, form, prefix)
+        for function in (
+            activation_launch.activation_quantize,
+            activation_quantize_reference,
+            dispatch.activation_quantize,
+        ):
+            found = function(turned, "relu2", True, None, form, prefix, up_first=True)
+            assert torch.equal(found[0].float(), wanted[0].float())
+            assert torch.equal(found[1], wanted[1])
+    for activate in (activation_launch.activate, activated, dispatch.activate):
+        assert torch.equal(activate(turned, "relu2", True, up_first=True), activated(x, "relu2", True))
 
 
 @GATED

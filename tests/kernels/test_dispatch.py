@@ -151,6 +151,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "activation is 'swish'; it must be one of ['gelu',",
     ),
     (
+        lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "silu", False, up_first=True),
+        ValueError,
+        "up_first says where the gates are, but there are none without gated",
+    ),
+    (
         lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "silu", True, ones(2, dtype=F32)),
         ValueError,
         "input_scale is torch.float32 [2]; a static scale is one float32 number",

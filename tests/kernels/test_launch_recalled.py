@@ -89,6 +89,7 @@ def calls(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Tenso
         "post_norm": lambda x, r: norms.post_norm(x, r, weight, bias, layer),
         "post_norm_quantize": lambda x, r: norms.post_norm_quantize(x, r, weight, bias, layer),
         "activation_quantize": lambda x, r: activation_quantize(x, "silu", True),
+        "activation_quantize ups first": lambda x, r: activation_quantize(x, "gelu", True, up_first=True),
         "activation_quantize plain": lambda x, r: activation_quantize(x, "gelu", False, scale),
         "rotate": lambda x, r: rotary.rotate(rotated(x)),
         "rotate_and_store": lambda x, r: (

@@ -17,14 +17,15 @@ from qgemm.kernels.stages.rows import GatedRow, JoinedRow, quantize_row, row_qua
 def _activation_quantize_kernel(
     x, q, row_scale, scale, prefix,
     M, K, first, stride_xm, stride_pm,
-    FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
+    FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, UP_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Each program has a row of ``x``: ``K - first`` gates, and as many ups if there are any. It writes ``q [M, K]``.
 
     ``prefix``: ``[M, first]``, quantized before what the activation returns; or None, and ``first`` is 0.
-    ``FUNCTION``, ``ACTIVATION``: as in ``GatedRow``, rounded twice. ``scale``: as in ``RowQuantization``. ``BLOCKS``:
-    see ``quantize_row``. ``PDL``, ``NEXT_EARLY``: as in ``_norm_kernel``. ``E4M3``: see ``row_quantization``.
+    ``FUNCTION``, ``ACTIVATION``, ``UP_FIRST``: as in ``GatedRow``, rounded twice. ``scale``: as in ``RowQuantization``.
+    ``BLOCKS``: see ``quantize_row``. ``PDL``, ``NEXT_EARLY``: as in ``_norm_kernel``. ``E4M3``: see
+    ``row_quantization``.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()
@@ -33,7 +34,7 @@ def _activation_quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row < M:
         quantization = row_quantization(scale, None, E4M3)
-        source = GatedRow(x + row * stride_xm, K - first, FUNCTION, ACTIVATION, rounds_gate=True)
+        source = GatedRow(x + row * stride_xm, K - first, FUNCTION, ACTIVATION, rounds_gate=True, up_first=UP_FIRST)
         if prefix is not None:
             joined = JoinedRow(prefix + row * stride_pm, first, source, K)
             quantize_row(joined, quantization, q + row * K, row_scale + row, tl.arange(0, BLOCK), BLOCKS)
@@ -45,7 +46,8 @@ def _activation_quantize_kernel(
 def _activation_kernel(
     x, out,
     PROGRAMS, K, stride_xm,
-    FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+    FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, UP_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Each of ``PROGRAMS`` programs has a block of a row of ``x``, laid out as above, and writes ``out [M, K]``."""
     if NEXT_EARLY:
@@ -56,7 +58,7 @@ def _activation_kernel(
     if program < PROGRAMS:
         blocks = tl.cdiv(K, BLOCK)
         row, k = (program // blocks).to(tl.int64), (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-        source = GatedRow(x + row * stride_xm, K, FUNCTION, ACTIVATION, rounds_gate=True)
+        source = GatedRow(x + row * stride_xm, K, FUNCTION, ACTIVATION, rounds_gate=True, up_first=UP_FIRST)
         tl.store(out + row * K + k, source.load(k), mask=k < K)
 
 

@@ -30,6 +30,7 @@ def activation_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
     prefix: Tensor | None = None,
+    up_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.activation_quantize`` on a GPU."""
     columns = x.shape[-1]
@@ -37,7 +38,7 @@ def activation_quantize(
     q = x.new_empty((*x.shape[:-1], K), dtype=dtype)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if row_scale.numel():
-        launch, tensors = find_launch(x, activation, gated, input_scale, q, row_scale, prefix)
+        launch, tensors = find_launch(x, activation, gated, input_scale, q, row_scale, prefix, up_first)
         launch(*tensors)
     return q, row_scale
 
@@ -50,6 +51,7 @@ def find_launch(
     q: Tensor,
     row_scale: Tensor,
     prefix: Tensor | None = None,
+    up_first: bool = False,
 ) -> tuple[Launch, tuple[Tensor | None, ...]]:
     """The launch of such a call of ``activation_quantize``, and what to call it with."""
     M, K = row_scale.numel(), q.shape[-1]
@@ -58,7 +60,7 @@ def find_launch(
     before = (0, 0) if prefixes is None else (prefixes.shape[1], prefixes.stride(0))
     kind = (
         activation_quantize, rows.shape, rows.stride(), rows.dtype, rows.device, activation, gated,
-        input_scale is None, q.dtype, prefixes is None, before,
+        input_scale is None, q.dtype, prefixes is None, before, up_first,
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
@@ -66,7 +68,7 @@ def find_launch(
         block, blocks, threads = activated_row_blocks(K, rows.itemsize)
         grid, next_early = quantize.programs(M, limits)
         function, e4m3 = device_activation(activation, rows.itemsize), quantize.rounding(q.dtype, limits)
-        constants = (function, made, block, blocks, limits.pdl, next_early, e4m3)
+        constants = (function, made, up_first, block, blocks, limits.pdl, next_early, e4m3)
         numbers, warps = (M, K, first, rows.stride(0), prefix_stride), max(1, threads // limits.warp_size)
         launch = Launch(_activation_quantize_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
         plans.keep(kind, launch)
@@ -78,28 +80,30 @@ def _as_rows(x: Tensor, M: int) -> Tensor:
     return rows.contiguous() if x.shape[-1] and rows.stride(1) != 1 else rows
 
 
-def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+def activate(x: Tensor, activation: str, gated: bool, up_first: bool = False) -> Tensor:
     """``dispatch.activate`` on a GPU."""
     columns = x.shape[-1]
     K = columns // 2 if gated else columns
     out = x.new_empty((*x.shape[:-1], K))
     if out.numel():
-        launch, tensors = find_plain_launch(x, activation, gated, out)
+        launch, tensors = find_plain_launch(x, activation, gated, up_first, out)
         launch(*tensors)
     return out
 
 
-def find_plain_launch(x: Tensor, activation: str, gated: bool, out: Tensor) -> tuple[Launch, tuple[Tensor, Tensor]]:
+def find_plain_launch(
+    x: Tensor, activation: str, gated: bool, up_first: bool, out: Tensor
+) -> tuple[Launch, tuple[Tensor, Tensor]]:
     """The launch for such a call of ``activate``, and the tensors to call it with."""
     K = out.shape[-1]
     rows = _as_rows(x, out.shape[:-1].numel())
-    kind = (activate, rows.shape, rows.stride(), rows.dtype, rows.device, activation, gated)
+    kind = (activate, rows.shape, rows.stride(), rows.dtype, rows.device, activation, gated, up_first)
     launch: Launch | None = plans.get(kind)
     if launch is None:
         limits, made = device_limits(rows.device), GatedActivation(activation, gated)
         work = rows.shape[0] * cdiv(K, BLOCK)
         grid, next_early = quantize.programs(work, limits)
-        constants = (device_activation(activation, rows.itemsize), made, BLOCK, limits.pdl, next_early)
+        constants = (device_activation(activation, rows.itemsize), made, up_first, BLOCK, limits.pdl, next_early)
         numbers = (work, K, rows.stride(0))
         launch = Launch(_activation_kernel, grid, numbers, constants, num_warps=4, pdl=limits.pdl)
         plans.keep(kind, launch)

@@ -55,6 +55,7 @@ class GatedRow:
 
     ``function``: the device function of ``activation.name``. ``activation``: a ``GatedActivation``. ``rounds_gate``:
     whether the activated gate is rounded before it is multiplied by ``up``, as when both are separate modules.
+    ``up_first``: whether the ups are before the gates.
     """
 
     ptr: tl.tensor
@@ -62,6 +63,7 @@ class GatedRow:
     function: tl.constexpr
     activation: tl.constexpr
     rounds_gate: tl.constexpr = False
+    up_first: tl.constexpr = False
     unroll: tl.constexpr = 1
 
     @triton.jit
@@ -72,10 +74,12 @@ class GatedRow:
     @triton.jit
     def load_where(self, k, inside):
         """The same where ``inside``."""
-        gate = tl.load(self.ptr + k, mask=inside, other=0.0).to(tl.float32)
+        gates = self.ptr + self.length if self.up_first else self.ptr
+        gate = tl.load(gates + k, mask=inside, other=0.0).to(tl.float32)
         out = gate_value(gate, self.function, self.activation)
         if self.activation.gated:
-            up = tl.load(self.ptr + self.length + k, mask=inside, other=0.0)
+            ups = self.ptr if self.up_first else self.ptr + self.length
+            up = tl.load(ups + k, mask=inside, other=0.0)
             if self.rounds_gate:
                 return product(rounded(out, up.dtype), up)
             out *= up_value(up.to(tl.float32), self.activation)

@@ -2,7 +2,7 @@
 
 The time step decides what a norm does to a sample: ``norm(x) * (1 + scale) + shift``; and how much of a branch is
 added: ``x + gate * branch``. Here is what the kinds of blocks share: ``diffusion_joint.py`` has those with a text and
-an image side by side, ``diffusion_cross.py`` those that attend to a text.
+an image side by side, ``diffusion_cross.py`` and ``diffusion_basic.py`` those that attend to a text.
 
 As in ``layer.py``, another ``forward`` of the instance computes this, or calls the class's own.
 """
@@ -32,7 +32,7 @@ IMAGE, TEXT, TIME = "hidden_states", "encoder_hidden_states", "temb"
 Positions: TypeAlias = tuple[Tensor, Tensor] | None
 """Cosines and sines of a stream's tokens, ``[1, S, D / 2]`` in float32."""
 
-_NO_NORM = Norm(MODULATED)  # of a sum alone
+NO_NORM = Norm(MODULATED)  # of a sum alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ def modulated(x: Tensor, modulation: Modulation, operands: tuple[Operands, ...])
 
 def gated(branch: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """``x + gate * branch``."""
-    return add_norm(branch, x, None, None, None, _NO_NORM, gate)[0]
+    return add_norm(branch, x, None, None, None, NO_NORM, gate)[0]
 
 
 def added_and_normed(
@@ -150,6 +150,11 @@ def added_and_normed(
     reads = operands[0].input_scale, operands[0].dtype
     total, *rows = add_norm_quantize(branch, x, None, *vectors, norm, *reads, gate)
     return total, QuantizedRows(*rows)
+
+
+def is_absent(value: Any) -> bool:
+    """Whether an argument of a block says nothing."""
+    return value is None or value is False or (isinstance(value, dict) and not value)
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -47,10 +47,10 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Other tokens that a block attends to: the projection of their keys and values, and the norm of keys."""
+    """Other tokens that a block attends to: the projection of their keys and values, and the norm of keys if any."""
 
     key_value: MergedWeights
-    norm: NormStep
+    norm: NormStep | None
 
     def __call__(self, tokens: Tensor, operands: Operands, attention: BlockAttention) -> tuple[Tensor, Tensor]:
         """Keys and values ``[B, H, T, D]`` of ``tokens [B, T, K]``."""
@@ -179,7 +179,7 @@ class FusedCrossBlock(DiffusionBlock):
         return QuantizedRows(*rows)
 
 
-def _normed(x: Tensor, step: NormStep) -> Tensor:
+def _normed(x: Tensor, step: NormStep | None) -> Tensor:
     normed = read(x, step, ())
     assert isinstance(normed, Tensor)
     return normed

@@ -29,6 +29,7 @@ from qgemm.nn.blocks.diffusion import (
     Positions,
     added_and_normed,
     gated,
+    is_absent,
     modulated,
     modulations_of,
 )
@@ -119,7 +120,7 @@ class StreamsBlock(DiffusionBlock):
             return False
         if any(each.dtype != image.dtype or len(each) != len(image) for each in others):
             return False
-        return all(_is_absent(value) for name, value in context.items() if name not in _KNOWN | times)
+        return all(is_absent(value) for name, value in context.items() if name not in _KNOWN | times)
 
     def _attend(self, parts: list[tuple[Tensor, HeadNorms | None, Positions]], mask: Tensor | None) -> Tensor:
         """Attention over the tokens of all ``parts``: their product, norms and positions. Frees them before that."""
@@ -283,7 +284,7 @@ class FusedParallelBlock(DiffusionBlock):
         if x.dtype != time.dtype or len(x) != len(time):
             return False
         known = {IMAGE, self.time, *ANGLES, "text_seq_len"}
-        return all(_is_absent(value) for name, value in context.items() if name not in known)
+        return all(is_absent(value) for name, value in context.items() if name not in known)
 
     def __call__(self, operands: tuple[Operands, ...], context: Mapping[str, Any]) -> Tensor:
         """The tokens, as the block returns them."""
@@ -309,7 +310,3 @@ class FusedParallelBlock(DiffusionBlock):
 def limited(x: Tensor) -> Tensor:
     """``x``, limited if it is float16."""
     return x.clip(-MAX_FLOAT16, MAX_FLOAT16) if x.dtype == torch.float16 else x
-
-
-def _is_absent(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, dict) and not value)

@@ -28,7 +28,8 @@ class FusedMlp:
 
     - ``first``: gate and up, or one layer that has both or isn't gated; ``down``: the last layer.
     - ``activation``: the module's own; ``activation_name``: the one of ``kernels.activations.ACTIVATIONS`` with the
-      same bits, or empty. ``gated``: whether the first half of the columns is the gate of the second half.
+      same bits, or empty. ``gated``: whether the first half of the columns is the gate of the second half;
+      ``up_first``: whether it is the other way round.
     """
 
     first: MergedWeights
@@ -36,6 +37,7 @@ class FusedMlp:
     activation: Callable[[Tensor], Tensor]
     activation_name: str
     gated: bool
+    up_first: bool = False
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
@@ -71,7 +73,8 @@ class FusedMlp:
     def _compute(self, x: Input, operands: tuple[Operands, ...], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         into, out_of = operands
         # Nothing may hold the first product's output while the second product runs.
-        activated = activate(into.product(x, dtype), self.activation, self.activation_name, self.gated, out_of)
+        how = self.activation, self.activation_name, self.gated, out_of, self.up_first
+        activated = activate(into.product(x, dtype), *how)
         return out_of.product(activated, dtype, residual)
 
 

@@ -104,16 +104,24 @@ def normalize_and_read(
     return normed, normed
 
 
-def activate(h: Tensor, activation: Callable[[Tensor], Tensor], name: str, gated: bool, operands: Operands) -> Input:
+def activate(
+    h: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    name: str,
+    gated: bool,
+    operands: Operands,
+    up_first: bool = False,
+) -> Input:
     """``act(gate) * up`` of ``h [..., 2I]``, or ``act(h)``, as input for a product of ``operands``.
 
-    It takes one kernel if ``name`` says which activation it is.
+    It takes one kernel if ``name`` says which activation it is. ``up_first``: whether ups are before gates.
     """
     if name and operands.reads_rows:
-        return QuantizedRows(*activation_quantize(h, name, gated, operands.input_scale, operands.dtype))
+        how = operands.input_scale, operands.dtype, None, up_first
+        return QuantizedRows(*activation_quantize(h, name, gated, *how))
     if name:
-        return activate_floats(h, name, gated)
+        return activate_floats(h, name, gated, up_first)
     if not gated:
         return activation(h)
-    gate, up = h.chunk(2, dim=-1)
+    gate, up = h.chunk(2, dim=-1)[:: -1 if up_first else 1]
     return activation(gate) * up
