@@ -223,7 +223,11 @@ def widen(values, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def fp8_value(bits):
     """float32 of e4m3 values, uint8 ``bits``."""
-    return _signed(_small_float(bits & 127, 3, 1.0 / 512), bits >> 7)
+    size = (bits & 127).to(tl.int32)
+    exponent = tl.maximum((size >> 3) - 1, 0)
+    whole = tl.where(size >> 3 == 0, size, (size & 7) | 8)
+    magnitude = (whole << exponent).to(tl.float32) * (1.0 / 512)
+    return tl.where(bits >> 7 != 0, -magnitude, magnitude)
 
 
 @triton.jit
@@ -328,24 +332,13 @@ def _decoded(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     if FORMAT == "int4":
         return ((codes ^ 8).to(tl.int32) - 8).to(tl.float32).to(DTYPE)
     elif FORMAT == "fp4":
-        return _signed(_small_float(codes & 7, 1, 0.5), codes >> 3).to(DTYPE)
+        # The bits of a float32 that is too small by the difference of the exponents' biases.
+        bits = codes.to(tl.int32)
+        bits = ((bits & 7) << 22) | ((bits & 8) << 28)
+        return (bits.to(tl.float32, bitcast=True) * 2.0**126).to(DTYPE)
     else:
         bits = _looked_up_bits(codes.to(tl.int32), FORMAT, 0, 4)
         return rounded(bits.to(tl.float32, bitcast=True), DTYPE)
-
-
-@triton.jit
-def _small_float(bits, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
-    """The float32 of a float without sign whose ``MANTISSA`` last bits are that; ``SMALLEST``: that of 1."""
-    bits = bits.to(tl.int32)
-    exponent = tl.maximum((bits >> MANTISSA) - 1, 0)
-    whole = tl.where(bits >> MANTISSA == 0, bits, (bits & ((1 << MANTISSA) - 1)) | (1 << MANTISSA))
-    return (whole << exponent).to(tl.float32) * SMALLEST
-
-
-@triton.jit
-def _signed(magnitudes, negative):
-    return tl.where(negative != 0, -magnitudes, magnitudes)
 
 
 @triton.jit

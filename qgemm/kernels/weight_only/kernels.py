@@ -19,13 +19,19 @@ BLOCK = tl.constexpr(128)  # bytes of a row; of a packed one those of 256 values
 def _floats(q, scale, zero_point, global_scale, rows, k, K, GROUP: tl.constexpr):
     """``(q - z) * s`` or ``q * s + z`` in float32, of values ``[n, BLOCK]`` from ``k`` on; ``rows``: of the scales."""
     SIZE: tl.constexpr = BLOCK.value
+    values = q.to(tl.float32)
     if GROUP == 0:
         at = rows[:, None]
     elif GROUP % SIZE == 0:
         at = rows[:, None] + tl.minimum(k, K - 1) // GROUP
+    elif SIZE % GROUP == 0:
+        # Whole groups, of which each is loaded once.
+        COUNT: tl.constexpr = SIZE // GROUP
+        groups = tl.minimum(k // GROUP + tl.arange(0, COUNT), (K - 1) // GROUP)
+        at = (rows[:, None] + groups[None, :])[:, :, None]
+        values = tl.reshape(values, (q.shape[0], COUNT, GROUP))
     else:
         at = rows[:, None] + (tl.minimum(k + tl.arange(0, SIZE), K - 1) // GROUP)[None, :]
-    values = q.to(tl.float32)
     if zero_point is not None:
         zero = tl.load(zero_point + at)
         if not zero.dtype.is_floating():
@@ -37,7 +43,7 @@ def _floats(q, scale, zero_point, global_scale, rows, k, K, GROUP: tl.constexpr)
     if zero_point is not None:
         if zero.dtype.is_floating():
             values += zero.to(tl.float32)
-    return values
+    return tl.reshape(values, q.shape)
 
 
 @triton.jit
