@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
 
 from qgemm.arguments import check_model, shown
 from qgemm.replay.graphs import CaptureError, GraphMemory, Replayed
@@ -48,8 +49,8 @@ def fast_forward(model: Model, enabled: bool = True, *, max_graphs: int = MAX_GR
     Call the model under ``torch.inference_mode()`` or ``no_grad()``. With gradients, in training mode, on a CPU, with
     autocast, under compilers and modes of PyTorch, and if an input is neither a tensor on the model's GPU nor a plain
     value (a cache, for example), calls run as before. If the model can't be captured, because it reads values of
-    tensors on the host or keeps state, a warning gives the reason. Changes inside objects other than modules, lists and
-    dictionaries aren't noticed: after such, call ``fast_forward`` again.
+    tensors on the host or keeps state, or as long as its modules have hooks, a warning gives the reason. Changes inside
+    objects other than modules, lists and dictionaries aren't noticed: after such, call ``fast_forward`` again.
 
     ``enabled=False`` restores the forward and frees the graphs.
 
@@ -167,6 +168,7 @@ class GraphedForward:
             or torch._C._functorch.maybe_current_level() is not None
             or torch._C._is_any_autocast_enabled()
             or torch._C._is_tracing()
+            or bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
             or forward_ad._current_level >= 0
             or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         )
@@ -206,9 +208,21 @@ class GraphedForward:
                     self._changes = 0
                     return copied()
                 self._forget()
-            if len(self._graphs) < self.max_graphs:
+            if self._has_hooks():
+                self._tell("its modules have hooks, whose code a graph doesn't run")
+            elif len(self._graphs) < self.max_graphs:
                 return self._capture(form, _Graph(memory, structure, given))
         return self._run(args, kwargs)
+
+    def _has_hooks(self) -> bool:
+        """Whether there is code of others to be run in each call; transformers' hooks collect outputs, which graphs do.
+
+        The model's own hooks run around its forward.
+        """
+        model = self._model()
+        inside = [] if model is None else [each for each in model.modules() if each is not model]
+        hooks = [hook for each in inside for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())]
+        return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
     def _memory_on(self, device: torch.device | None) -> GraphMemory | None:
         """What graphs on ``device`` share; None where there are none."""

@@ -18,6 +18,7 @@ import torch
 from families import FAMILIES
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, BertConfig, BertModel, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -121,7 +122,6 @@ def test_changes_are_seen(graphs: list[Any], scaled: Scaled, device: torch.devic
         lambda: setattr(scaled, "factor", 3.0),
         lambda: scaled.factors.__setitem__(0, 5.0),
         lambda: setattr(scaled.layer.weight, "data", scaled.layer.weight.data.flip(0)),
-        lambda: scaled.layer.register_forward_hook(lambda module, given, out: out.neg()),
         lambda: setattr(scaled.layer, "forward", lambda x: x * 7),
         lambda: setattr(scaled, "layer", nn.Linear(8, 8, device=device).eval()),
         lambda: qgemm.quantize_model(scaled, skip=[], min_features=0) and None,
@@ -264,6 +264,47 @@ def test_hooks_of_diffusers_and_parameters_elsewhere_are_named(
     assert not graphs
 
 
+def test_hooks_run_in_every_call(graphs: list[Any], scaled: Scaled, device: torch.device) -> None:
+    x, seen = inputs(3, device), []
+    qgemm.fast_forward(scaled)(x)
+    own = scaled.register_forward_hook(lambda module, given, out: seen.append("whole"))  # around the forward
+    for _ in range(2):
+        scaled(x)
+    assert len(graphs) == 2
+    hooks = [
+        scaled.layer.register_forward_hook(lambda module, given, out: seen.append("after")),
+        scaled.layer.register_forward_pre_hook(lambda module, given: seen.append("before")),
+    ]
+    for _ in range(3):
+        scaled(x)
+    assert seen == 2 * ["whole"] + 3 * ["before", "after", "whole"]
+    for hook in (own, *hooks):
+        hook.remove()
+    hooks = [register_module_forward_hook(lambda module, given, out: seen.append("all"))]
+    for _ in range(2):
+        scaled(x)
+    assert seen[-4:] == 4 * ["all"]
+    hooks[0].remove()
+    assert len(graphs) == 2
+    for _ in range(2):
+        assert_runs_as_before(scaled, x)
+    assert len(graphs) == 3
+
+
+def test_calibration_sees_every_batch(graphs: list[Any], device: torch.device) -> None:
+    batches = [torch.randn(4, 8, device=device) * (i + 1) for i in range(3)]
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).eval().to(device)
+    scales = []
+    for _ in range(2):
+        with qgemm.calibrate(model) as calibration:
+            for batch in batches:
+                model(batch)
+        scales.append(calibration.input_scales("int8-static"))
+        qgemm.fast_forward(model)(batches[0])
+    assert len(graphs) == 2
+    assert scales[0] == scales[1]
+
+
 def test_attributes_that_change_between_calls_end_graphs(
     graphs: list[Any], scaled: Scaled, device: torch.device
 ) -> None:
@@ -353,12 +394,13 @@ def test_a_second_thread_runs_as_before(graphs: list[Any], scaled: Scaled, devic
     x, entered, left = inputs(3, device), threading.Event(), threading.Event()
     qgemm.fast_forward(scaled)(x)
 
-    def wait(module: nn.Module, given: Any, out: Any) -> None:
+    def wait(x: Tensor) -> Tensor:
         if threading.current_thread() is not threading.main_thread():
             entered.set()
             left.wait(10)
+        return nn.Linear.forward(scaled.layer, x)
 
-    scaled.layer.register_forward_hook(wait)
+    vars(scaled.layer)["forward"] = wait
 
     def run() -> None:
         with torch.no_grad():
