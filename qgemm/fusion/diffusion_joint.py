@@ -27,13 +27,14 @@ from qgemm.nn.blocks.diffusion_joint import (
     FusedJointBlock,
     FusedParallelBlock,
     FusedSingleBlock,
+    OwnAttention,
     Stream,
     StreamsBlock,
 )
 from qgemm.nn.blocks.merged import why_apart
 from qgemm.nn.blocks.mlp import FusedMlp
 
-_HUNYUAN_VIDEO = "HunyuanVideoAttnProcessor2_0"
+_HUNYUAN_VIDEO, _SD3 = "HunyuanVideoAttnProcessor2_0", "JointAttnProcessor2_0"
 _BATCH, _TEXT_TOKENS, _IMAGE_TOKENS = 2, 5, 12
 
 
@@ -41,7 +42,7 @@ class Names(NamedTuple):
     """The dotted names of a stream's modules.
 
     ``modulation``: the modules called on the time step's embedding, the argument ``time``; ``norms``: the norms before
-    the branches.
+    the branches; ``own``: a second attention, of the stream alone.
     """
 
     modulation: tuple[str, ...]
@@ -51,9 +52,11 @@ class Names(NamedTuple):
     out: str
     mlp: str
     time: str = TIME
+    own: str = ""
 
 
-_QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
+_LEAVES = ("to_q", "to_k", "to_v")
+_QKV = tuple([f"attn.{leaf}" for leaf in _LEAVES])
 _IMAGE_QKV = (_QKV, ("attn.norm_q", "attn.norm_k"), "attn.to_out.0")
 _TEXT_QKV = (
     ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
@@ -89,11 +92,14 @@ def find_qwen(block: nn.Module) -> FusedJointBlock:
 
 def find_sd3(block: nn.Module) -> FusedJointBlock:
     """Stable Diffusion 3's block."""
-    if getattr(block, "use_dual_attention", True) or getattr(block, "context_pre_only", True):
-        raise NotFused("it has two attentions, or returns no text")
+    if getattr(block, "context_pre_only", True):
+        raise NotFused("it returns no text")
     if block._chunk_size is not None:
         raise NotFused("its MLPs are computed in chunks")
-    return _find_joint(block, "JointAttnProcessor2_0", _OF_FLUX, _IMAGE_FIRST, _no_positions)
+    image = _IMAGE
+    if block.use_dual_attention:  # 3.5 Medium's
+        image = image._replace(norms=(*image.norms, image.norms[0]), own="attn2")
+    return _find_joint(block, _SD3, {TEXT: _TEXT, IMAGE: image}, _IMAGE_FIRST, _no_positions)
 
 
 def find_hunyuan_video(block: nn.Module) -> FusedJointBlock:
@@ -180,7 +186,18 @@ def _find_stream(block: nn.Module, names: Names) -> Stream:
     before = tuple(find_modulated(block, name) for name in names.norms)
     mlp = find_mlp(block.get_submodule(names.mlp))
     qkv, out = merge([find_layer(block, name) for name in names.qkv]), merge([find_layer(block, names.out)])
-    return Stream(names.time, modulation, before, qkv, find_head_norms(block, names.head_norms), out, mlp)
+    own = _find_own_attention(block, names.own) if names.own else None
+    return Stream(names.time, modulation, before, qkv, find_head_norms(block, names.head_norms), out, mlp, own)
+
+
+def _find_own_attention(block: nn.Module, name: str) -> OwnAttention:
+    """Stable Diffusion 3's second attention."""
+    attention = find_attention(block, name, _SD3)
+    qkv, out = ([find_layer(block, f"{name}.{each}") for each in leaves] for leaves in (_LEAVES, ("to_out.0",)))
+    norms = find_head_norms(block, (f"{name}.norm_q", f"{name}.norm_k"))
+    if norms is None:
+        raise NotFused(f"queries and keys of {name} have no norms")
+    return OwnAttention(attention, merge(qkv), norms, merge(out))
 
 
 def parallel_arguments(fused: FusedParallelBlock, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:

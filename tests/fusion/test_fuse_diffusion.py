@@ -133,6 +133,7 @@ FAMILIES: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {
     "qwen": qwen,
     "sd3": sd3,
     "sd3.5": lambda dtype=torch.float32: sd3(dtype, qk_norm="rms_norm"),
+    "sd3.5-medium": lambda dtype=torch.float32: sd3(dtype, qk_norm="rms_norm", dual_attention_layers=(0,)),
     "hunyuan-video": hunyuan_video,
     "wan": wan,
     "wan-tokens": lambda dtype=torch.float32: wan(dtype, by_token=True),
@@ -141,7 +142,7 @@ FAMILIES: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {
     "sdxl": sdxl,
     "sd1.5": lambda dtype=torch.float32: sdxl(dtype, use_linear_projection=False),
 }
-FUSED = {"sd3": 1, "sd3.5": 1}  # blocks; 2 of the others
+FUSED = {"sd3": 1, "sd3.5": 1, "sd3.5-medium": 1}  # blocks; 2 of the others
 
 
 def random(*shape: int) -> Tensor:
@@ -355,7 +356,7 @@ def test_replaced_weights_count(computed: list[str]) -> None:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (sd3, "it has two attentions, or returns no text"),
+        (sd3, "it returns no text"),
         (lambda: qwen(zero_cond_t=True), "it modulates some tokens of an image in another way than others"),
         (lambda: sdxl(only_cross_attention=True), "it doesn't attend to itself, then to a text"),
         (dit, "its norms are of type ada_norm_zero, not layer_norm or ada_norm_single"),

@@ -49,6 +49,22 @@ _KNOWN = {IMAGE, TEXT, *ANGLES, MASK, f"{TEXT}_mask"}
 
 
 @dataclass(frozen=True, eq=False)
+class OwnAttention:
+    """Attention of a stream's tokens to one another alone, beside that to all (Stable Diffusion 3.5 Medium)."""
+
+    attention: BlockAttention
+    qkv: MergedWeights
+    norms: HeadNorms
+    out: MergedWeights
+
+    def __call__(self, x: Input, operands: tuple[Operands, ...], dtype: torch.dtype) -> Tensor:
+        """What it adds, for ``operands`` of ``qkv`` and ``out``."""
+        of_qkv, out_of = operands
+        q, k, v = rotate(self.attention.call(of_qkv.product(x, dtype), self.norms, None))
+        return out_of.product(self.attention(q, k, v, None), dtype)
+
+
+@dataclass(frozen=True, eq=False)
 class Stream:
     """The layers for the tokens of a text, or of an image, or for both.
 
@@ -57,6 +73,7 @@ class Stream:
     - ``before``: the norm before each branch.
     - ``qkv``: projections of queries, keys and values; ``norms``: of queries and keys; ``out``: the projection behind
       attention.
+    - ``own``: a second attention, whose norm is the third of ``before``.
     """
 
     time: str
@@ -66,11 +83,13 @@ class Stream:
     norms: HeadNorms | None
     out: MergedWeights
     mlp: FusedMlp
+    own: OwnAttention | None = None
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
         """The weights of its products."""
-        return (self.qkv, self.out, *self.mlp.products)
+        own = () if self.own is None else (self.own.qkv, self.own.out)
+        return (self.qkv, self.out, *self.mlp.products, *own)
 
     def modulations(self, context: Mapping[str, Any]) -> list[Modulation]:
         """That of each branch in turn."""
@@ -102,13 +121,14 @@ class StreamsBlock(DiffusionBlock):
 
     @property
     def attentions(self) -> tuple[BlockAttention, ...]:
-        """Its one attention."""
-        return (self.attention,)
+        """Attention over all tokens, and that of single streams."""
+        return (self.attention, *[each.own.attention for each in self.streams if each.own is not None])
 
     @property
     def head_norms(self) -> tuple[HeadNorms, ...]:
         """Those of all streams that have such norms."""
-        return tuple([each.norms for each in self.streams if each.norms is not None])
+        own = [each.own.norms for each in self.streams if each.own is not None]
+        return tuple([each.norms for each in self.streams if each.norms is not None] + own)
 
     def takes(self, context: Mapping[str, Any]) -> bool:
         """Whether tokens are alike, and there is nothing that adapters of images and others pass."""
@@ -163,16 +183,19 @@ class FusedJointBlock(StreamsBlock):
     def __call__(self, operands: tuple[Operands, ...], context: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The tokens of the text and of the image, as the block returns them."""
         tokens = [context[name] for name in self.names]
-        own, before = (operands[:4], operands[4:]), tokens[0].shape[1]
+        count, before = len(self.first.products), tokens[0].shape[1]
+        own = operands[:count], operands[count:]
         modulations = [stream.modulations(context) for stream in self.streams]
-        products = [own[i][0].product(modulated(x, modulations[i][0], own[i]), x.dtype) for i, x in enumerate(tokens)]
+        products = [
+            own[i][0].product(modulated(x, modulations[i][0], own[i][:1]), x.dtype) for i, x in enumerate(tokens)
+        ]
         norms = [stream.norms for stream in self.streams]
         parts = [*zip(products, norms, self.find_positions(context, before), strict=True)]
         del products
         attended = self._attend(parts, _mask(context, tokens[1].shape[1]))
         of_streams = attended[:, :before], attended[:, before:]
         outputs = {
-            name: _add_branches(x, of_streams[i], self.streams[i].mlp, own[i], modulations[i])
+            name: _add_branches(x, of_streams[i], self.streams[i], own[i], modulations[i])
             for i, (name, x) in enumerate(zip(self.names, tokens, strict=True))
         }
         for name in self.limited:
@@ -189,13 +212,18 @@ def _mask(context: Mapping[str, Any], others: int) -> Tensor | None:
 
 
 def _add_branches(
-    x: Tensor, attended: Tensor, mlp: FusedMlp, operands: tuple[Operands, ...], modulations: list[Modulation]
+    x: Tensor, attended: Tensor, stream: Stream, operands: tuple[Operands, ...], modulations: list[Modulation]
 ) -> Tensor:
     """``x`` with what attention and the MLP add."""
-    out_of, of_mlp, (attention, after) = operands[1], operands[2:], modulations
-    branch = out_of.product(attended, x.dtype)
-    x, into = added_and_normed(branch, x, attention.gate, after[:2], after.norm, of_mlp)
-    return gated(mlp(into, of_mlp, None, x.dtype, {}), x, after.gate)
+    _, out_of, *of_mlp = operands[: 2 + len(stream.mlp.products)]
+    of_own, (attention, after, *others) = operands[2 + len(of_mlp) :], modulations
+    branch, gate = out_of.product(attended, x.dtype), attention.gate
+    if stream.own is not None:
+        into = modulated(x, others[0], of_own[:1])
+        x = gated(branch, x, gate)
+        branch, gate = stream.own(into, of_own, x.dtype), others[0].gate
+    x, into = added_and_normed(branch, x, gate, after[:2], after.norm, (*of_mlp,))
+    return gated(stream.mlp(into, (*of_mlp,), None, x.dtype, {}), x, after.gate)
 
 
 @dataclass(frozen=True, eq=False)
