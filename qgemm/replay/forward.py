@@ -208,10 +208,10 @@ class GraphedForward:
                     self._changes = 0
                     return copied()
                 self._forget()
-            if self._has_hooks():
+            if len(self._graphs) < self.max_graphs:
+                if not self._has_hooks():
+                    return self._capture(form, _Graph(memory, structure, given))
                 self._tell("its modules have hooks, whose code a graph doesn't run")
-            elif len(self._graphs) < self.max_graphs:
-                return self._capture(form, _Graph(memory, structure, given))
         return self._run(args, kwargs)
 
     def _has_hooks(self) -> bool:

@@ -425,6 +425,6 @@ def test_compiled(family: str, computed: list[str]) -> None:
     quantize_model(model, fuse=True)
     expected = output(model, inputs)
     computed.clear()
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(output(compiled, inputs), expected)
-    assert len(computed) in (1, 2)  # a compiler may trace two blocks of a kind once
+    assert len(computed) == 2
