@@ -20,6 +20,7 @@ from qgemm.arguments import as_path, shown
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import fit_to_model, read_contents
+from qgemm.checkpoint.gguf import find_gguf, gguf_contents, read_gguf
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -42,7 +43,7 @@ from qgemm.checkpoint.pretrained import (
 )
 from qgemm.checkpoint.requantize import requantize
 from qgemm.checkpoint.stored_report import parse_report, warn_without_report
-from qgemm.checkpoint.tensors import forget_ties, named_tensors, split_name
+from qgemm.checkpoint.tensors import BIAS_DTYPES, dtype_name, forget_ties, named_tensors, split_name
 from qgemm.device import find_device
 from qgemm.fusion import fuse as fuse_layers
 from qgemm.model.announce import announce_quantized
@@ -59,13 +60,14 @@ def load_quantized(
     model: nn.Module | Callable[[], nn.Module] | None = None,
     scheme: str | QuantScheme | None = None,
     fuse: bool = False,
+    dtype: torch.dtype | str | None = None,
 ) -> nn.Module:
     """Loads the quantized model in ``folder``, on ``device``, in eval mode.
 
     The folder may be in the format of ``save_quantized``, or in that of another library; ``docs/checkpoints.md`` lists
-    them. Weights are those in the files, bit for bit. Layers compute in the precision that the checkpoint is made for:
-    int8, fp8, or float with weights of 4 or 8 bits. A warning names what the checkpoint asks for but qgemm doesn't
-    compute.
+    them. It may also be a GGUF file. Weights are those in the files, bit for bit. Layers compute in the precision that
+    the checkpoint is made for: int8, fp8, or float with weights of 4 or 8 bits. A warning names what the checkpoint asks
+    for but qgemm doesn't compute.
 
     - ``device``: the model's device, for example ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
     - ``model``: None builds a transformers model from its config. For any other model, pass the float model, which is a
@@ -75,15 +77,18 @@ def load_quantized(
       ``"int8"``; a scheme that needs data is only accepted if all layers have it already. None keeps the checkpoint's
       scheme.
     - ``fuse``: whether to fuse the layers, as ``qgemm.fuse`` does.
+    - ``dtype``: the dtype of what isn't quantized, float32, float16 or bfloat16, of a model that is built. None keeps
+      the checkpoint's; GGUF files state none, so for them it is bfloat16.
 
     Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or of another model;
-    ``ValueError`` for an unknown scheme, for one that the layers can't be converted to, or for a device that doesn't
-    exist; ``TypeError`` if ``model`` is neither a module nor a function. Then nothing is loaded, and a module passed as
-    ``model`` is unchanged.
+    ``ValueError`` for an unknown scheme or dtype, for a scheme that the layers can't be converted to, or for a device
+    that doesn't exist; ``TypeError`` if ``model`` is neither a module nor a function. Then nothing is loaded, and a
+    module passed as ``model`` is unchanged.
     """
     device, folder = find_device(device), as_path("folder", folder)
     wanted = None if scheme is None else resolve_scheme(scheme)
-    found, values = retry_while_saved(folder, lambda: _read(folder, model, device, wanted))
+    own_dtype = _as_dtype(dtype, model)
+    found, values = retry_while_saved(folder, lambda: _read(folder, model, device, wanted, own_dtype))
     _put_in_place(found, values, device)
     if is_pretrained(found.model):
         announce_quantized(found.model, found.contents.manifest.save)
@@ -95,20 +100,35 @@ def load_quantized(
     return fuse_layers(found.model) if fuse else found.model
 
 
+def _as_dtype(dtype: torch.dtype | str | None, model: object) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    if model is not None:
+        raise ValueError("dtype is for a model that is built; the given model has dtypes of its own")
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in BIAS_DTYPES:
+        raise ValueError(f"dtype is {shown(dtype)}; it must be one of {', '.join(map(dtype_name, BIAS_DTYPES))}")
+    return found
+
+
 def _read(
     folder: Path,
     model: nn.Module | Callable[[], nn.Module] | None,
     device: torch.device,
     scheme: QuantScheme | None,
+    dtype: torch.dtype | None,
 ) -> tuple[Matching, dict[str, Tensor]]:
-    found = find_matching(folder, model, scheme)
+    found = find_matching(folder, model, scheme, dtype)
     values: dict[str, Tensor] = {}
     total = sum(tensor.nbytes for tensor in found.contents.stored.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=None) as progress:
         owners = found.owners
+        floats = {} if dtype is None else {n: t.dtype for n, t in named_tensors(found.model).items()}
         for target, value in read_converted(found.contents, device, progress.update):
             if target.name in owners:
                 found.contents.check_value(target, *owners[target.name], value)
+            elif value.is_floating_point():
+                value = value.to(floats.get(target.name))
             target.put_into(values, value)
     return found, values
 
@@ -131,12 +151,17 @@ class Matching:
 
 
 def find_matching(
-    folder: Path, model: nn.Module | Callable[[], nn.Module] | None = None, scheme: QuantScheme | None = None
+    folder: Path,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    scheme: QuantScheme | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Matching:
     """Matches checkpoint and model without reading values: does all checks that ``load_quantized`` makes before that.
 
-    ``scheme``: the scheme to convert layers to.
+    ``scheme``: the scheme to convert layers to. ``dtype``: of the float part of a model that is built.
     """
+    if (path := find_gguf(folder)) is not None:
+        return _match_gguf(path, model, scheme, dtype or torch.bfloat16)
     if not os.path.lexists(folder / CONFIG_FILE):
         weights_file(folder, {})  # raises an error that tells what the folder is instead of a checkpoint
     config_path = checkpoint_file(folder, CONFIG_FILE)
@@ -144,22 +169,38 @@ def find_matching(
     config = parse_json(text, config_path)
     contents = read_contents(folder, config, config_path)
     contents.notes += adapter_note(folder)
-    manifest = contents.manifest
     if model is None:
-        config["dtype"] = dtype_of(folder, config, contents.stored)
+        config["dtype"] = dtype_of(folder, config, contents.stored) if dtype is None else dtype_name(dtype)
         target = build_pretrained(config, config_path, contents.headers)
     else:
         target = _given(model)
-    if contents.is_foreign:
-        fit_to_model(contents, target, config_path, scheme)
-    with opened_attention(target, manifest.layers):
-        if scheme is not None and not contents.is_foreign:
-            requantize(contents, target, scheme)
-        layers = match(target, manifest, contents.headers, config_path)
+    layers = _match(target, contents, scheme, config_path)
     extras = _extra_attributes(folder, target, contents, config)
     if read_text(config_path) != text:
         raise CheckpointError(f"{config_path} was replaced while the checkpoint was read: load it again")
     return Matching(target, layers, contents, extras)
+
+
+def _match_gguf(
+    path: Path, model: nn.Module | Callable[[], nn.Module] | None, scheme: QuantScheme | None, dtype: torch.dtype
+) -> Matching:
+    source = read_gguf(path)
+    config = source.config(dtype_name(dtype))
+    target = build_pretrained(config, path, source.stored) if model is None else _given(model)
+    contents = gguf_contents(source, target, config)
+    return Matching(target, _match(target, contents, scheme, path), contents, {})
+
+
+def _match(
+    model: nn.Module, contents: Contents, scheme: QuantScheme | None, config_path: Path
+) -> dict[str, QuantLayer]:
+    """The layers to put into ``model``, as ``matching.match`` makes them, converted to ``scheme``, if given."""
+    if contents.is_foreign:
+        fit_to_model(contents, model, config_path, scheme)
+    with opened_attention(model, contents.manifest.layers):
+        if scheme is not None and not contents.is_foreign:
+            requantize(contents, model, scheme)
+        return match(model, contents.manifest, contents.headers, config_path)
 
 
 def _given(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from qgemm.checkpoint.checksum import checksum, format_checksum
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile
 from qgemm.checkpoint.layout import CONFIG_FILE, checkpoint_file, read_json, save_id, weights_file
-from qgemm.checkpoint.safetensors_reader import SafetensorsReader, Stamp
+from qgemm.checkpoint.safetensors_reader import SafetensorsReader
+from qgemm.checkpoint.tensor_file import Stamp, TensorFile
 
 DTYPE_CODES = {
     torch.float64: "F64",
@@ -38,7 +40,7 @@ CHECKSUMS = "qgemm_checksums"
 SAVE = "qgemm_save"
 """The key in the metadata of a file or an index for the id of the save that wrote it."""
 
-_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True)
@@ -139,13 +141,13 @@ def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Ite
     for name, tensor in stored.items():
         by_path.setdefault(tensor.path, []).append(name)
     for path, names in by_path.items():
-        with SafetensorsReader(path) as file:
+        with _open(path) as file:
             if any(stored[name].stamp not in (None, file.stamp) for name in names):
                 raise CheckpointError(f"{path} was replaced while the checkpoint was read: load it again")
             checksums = parse_checksums(path, file.metadata)
             for name in names:
                 place, wanted = file.places.get(name), stored[name]
-                if place is None or (place.shape, _DTYPES.get(place.code)) != (wanted.shape, wanted.dtype):
+                if place is None or (place.shape, DTYPES_BY_CODE.get(place.code)) != (wanted.shape, wanted.dtype):
                     raise CheckpointError(f"{path} was changed while it was read: tensor {name} has changed")
                 if wanted.dtype is None:
                     raise CheckpointError(f"{path}: tensor {name} is {place.code}, which qgemm doesn't support")
@@ -154,6 +156,10 @@ def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Ite
                 if checksums is not None:
                     is_sound = checksums.get(name) == format_checksum(checksum(value))
                 yield name, value, is_sound
+
+
+def _open(path: Path) -> TensorFile:
+    return GgufFile(path) if path.suffix == GGUF_SUFFIX else SafetensorsReader(path)
 
 
 def has_checksums(path: Path) -> bool:
@@ -191,7 +197,12 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[
     with SafetensorsReader(path) as file:
         tensors = {
             name: StoredTensor(
-                path, place.shape, _DTYPES.get(place.code), stamp=file.stamp, digest=file.digest, start=place.start
+                path,
+                place.shape,
+                DTYPES_BY_CODE.get(place.code),
+                stamp=file.stamp,
+                digest=file.digest,
+                start=place.start,
             )
             for name, place in file.places.items()
         }

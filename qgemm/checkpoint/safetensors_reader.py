@@ -9,22 +9,12 @@ so that the checked header says nothing about the second.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import json
 import math
-import os
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from qgemm.checkpoint.disk import open_regular, reading
-from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import unique_names
+from qgemm.checkpoint.tensor_file import Place, TensorFile
 
 LARGEST_HEADER = 100_000_000
 """In bytes: the library refuses longer headers."""
@@ -38,92 +28,15 @@ _BITS = {
 _METADATA = "__metadata__"
 
 
-class Stamp(NamedTuple):
-    """Tells a file from another one of the same name, and from its own state before a write."""
+class SafetensorsReader(TensorFile):
+    """An open safetensors file; its ``metadata`` is the header's ``__metadata__``."""
 
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
+    kind = "safetensors"
 
-    @classmethod
-    def of(cls, file: BinaryIO) -> Stamp:
-        """The stamp of an open file."""
-        status = os.fstat(file.fileno())
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-    def find_change(self, status: os.stat_result) -> str | None:
-        """How the file, whose status is now ``status``, has changed; None if it hasn't."""
-        if (status.st_dev, status.st_ino) != (self.device, self.inode):
-            return "is another file now"
-        if status.st_size != self.size:
-            return f"has {status.st_size:,} bytes now, and had {self.size:,}"
-        return None if status.st_mtime_ns == self.mtime_ns else "was written to"
-
-
-def file_stamp(path: Path) -> Stamp:
-    """The stamp of the file at ``path``; raises ``CheckpointError`` if there is no regular file."""
-    with reading(path), open_regular(path) as file:
-        return Stamp.of(file)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A tensor in a file: its dtype in the header, its shape, and the positions of its bytes in the file."""
-
-    code: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def read_bytes(file: BinaryIO, path: Path, start: int, count: int) -> Tensor:
-    """Reads bytes of ``file``, the one at ``path``. Raises ``CheckpointError`` if it has become shorter."""
-    values = torch.empty(count, dtype=torch.uint8, device="cpu")  # explicit, because meta may be the default
-    if not count:
-        return values
-    target = memoryview((ctypes.c_char * count).from_address(values.data_ptr())).cast("B")
-    with reading(path):
-        file.seek(start)
-        found = file.readinto(target)  # type: ignore[attr-defined]
-    if found != count:
-        raise CheckpointError(f"{path} became shorter while it was read")
-    return values
-
-
-class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
-    """An open safetensors file, to be closed or used in a ``with`` block.
-
-    ``places``: its tensors by name. ``metadata``: the header's metadata. ``digest``: of the header. ``stamp``: of the
-    file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Reads the header. Raises ``CheckpointError`` if the file is missing, truncated, or of another format."""
-        self.path = path
-        with reading(path):
-            self._file = open_regular(path)
-        try:
-            self.stamp = Stamp.of(self._file)
-            header = self._read_header()
-            self.digest = hashlib.sha256(len(header).to_bytes(8, "little") + header).hexdigest()
-            self.places, self.metadata = _parse(header, self.stamp.size)
-        except (OSError, ValueError, RecursionError) as error:
-            self.close()
-            raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
-
-    def read(self, name: str) -> Tensor:
-        """Reads the bytes of a tensor into new memory. Raises ``CheckpointError`` if the file has become shorter."""
-        place = self.places[name]
-        return read_bytes(self._file, self.path, place.start, place.stop - place.start)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-    def __exit__(self, *_: object) -> None:
-        """Closes the file."""
-        self.close()
+    def _take_header(self) -> bytes:
+        header = self._read_header()
+        self.places, self.metadata = _parse(header, self.stamp.size)
+        return header
 
     def _read_header(self) -> bytes:
         prefix = self._file.read(8)

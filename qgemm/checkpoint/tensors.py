@@ -117,3 +117,8 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that a quantized layer's bias may have: kernels accept no others."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``, as configs have it."""
+    return str(dtype).removeprefix("torch.")

@@ -35,7 +35,8 @@ from qgemm.checkpoint.layout import (
     weights_file,
 )
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
-from qgemm.checkpoint.safetensors_reader import SafetensorsReader, Stamp, read_bytes
+from qgemm.checkpoint.safetensors_reader import SafetensorsReader
+from qgemm.checkpoint.tensor_file import Stamp, read_bytes
 from qgemm.device import free_memory
 
 _JSON_FILES = (CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE)

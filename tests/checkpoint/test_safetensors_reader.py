@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from qgemm.checkpoint import CheckpointError
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, read_header, read_values
-from qgemm.checkpoint.safetensors_reader import SafetensorsReader, file_stamp
+from qgemm.checkpoint.safetensors_reader import SafetensorsReader
+from qgemm.checkpoint.tensor_file import file_stamp
 
 TENSORS = {
     "halves": torch.randn(11, 3).bfloat16(),

@@ -31,8 +31,8 @@ from qgemm.checkpoint.safetensors_file import (
     read_header_and_metadata,
     read_values,
 )
-from qgemm.checkpoint.safetensors_reader import file_stamp
 from qgemm.checkpoint.stored_report import parse_report, read_report, warn_without_report
+from qgemm.checkpoint.tensor_file import file_stamp
 from qgemm.checkpoint.tensors import forget_ties, get_tensor, set_tensor, transient_names
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.renaming import Renaming

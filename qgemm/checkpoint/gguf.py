@@ -1,0 +1,177 @@
+"""GGUF files of llama.cpp: a whole model in one file, or in several parts, with weights of 2 to 8 bits.
+
+Settings in the file describe the model, from which transformers derives a config (``gguf_config.py``), and names are
+llama.cpp's own (``gguf_names.py``). Linear layers stay packed, with the values that llama.cpp computes with
+(``gguf_types.py``); embeddings become floats.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.gguf_config import ROTARY_FACTORS, llama3_scaling, model_config
+from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile
+from qgemm.checkpoint.gguf_names import EXPERT, ModelNames, RowOrder
+from qgemm.checkpoint.gguf_types import READ_TYPES, BlockType
+from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, checkpoint_file
+from qgemm.checkpoint.pretrained import is_pretrained
+from qgemm.checkpoint.safetensors_file import DTYPES_BY_CODE, StoredTensor, read_values
+from qgemm.checkpoint.tensors import find_module, get_tensor, split_name
+from qgemm.nn.linear_layer import is_conv1d
+
+FORMAT = "gguf"
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+# Encoders of images beside a language model, in files of their own.
+_PROJECTOR = "mmproj"
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A model in GGUF files, of which ``path`` is the first: its tensors, their types by name, and its settings."""
+
+    path: Path
+    stored: dict[str, StoredTensor]
+    types: dict[str, BlockType]
+    settings: dict[str, Any]
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """The config of the transformers model whose float part is of ``dtype``; raises as ``model_config`` does."""
+        config = model_config(self.path, self.settings, dtype)
+        if (factors := self.stored.get(ROTARY_FACTORS)) is not None:
+            ((_, value),) = read_values({ROTARY_FACTORS: factors}, torch.device("cpu"))
+            config["rope_scaling"] = llama3_scaling(self.path, value, config)
+        return config
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor's values."""
+        stored, kind = self.stored[name].shape, self.types[name]
+        return (*stored[:-1], stored[-1] // kind.nbytes * kind.values) if kind.is_quantized else stored
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that ``path`` is, or the only one in that folder; None if there is none, or other weights.
+
+    Raises ``CheckpointError`` for a folder with several to choose from.
+    """
+    if not path.is_dir():
+        return path if path.suffix == GGUF_SUFFIX else None
+    names = sorted(each.name for each in path.glob(f"*{GGUF_SUFFIX}") if _PROJECTOR not in each.name.lower())
+    names = [name for name in names if (part := _PART.fullmatch(name)) is None or int(part[2]) == 1]
+    has_others = any(os.path.lexists(path / name) for name in (WEIGHTS_FILE, INDEX_FILE))
+    if not names or has_others or next(path.glob("*.safetensors"), None) is not None:
+        return None
+    if len(names) > 1:
+        raise CheckpointError(f"{path} holds {len(names)} models: pass the file of one of them, such as {names[0]}")
+    return checkpoint_file(path, names[0])
+
+
+def read_gguf(path: Path) -> GgufModel:
+    """Reads the headers of the file at ``path``, and of the other parts of its model, if it is a first part.
+
+    Raises ``CheckpointError`` if a part is missing or damaged, or if parts don't belong together.
+    """
+    part = _PART.fullmatch(path.name)
+    paths = [path]
+    if part is not None:
+        count = int(part[3])
+        names = [f"{part[1]}-{each:05}-of-{count:05}{GGUF_SUFFIX}" for each in range(1, count + 1)]
+        paths = [checkpoint_file(path.parent, name) for name in names]
+    found = GgufModel(paths[0], {}, {}, {})
+    for each in paths:
+        with GgufFile(each) as file:
+            found.settings.update({} if found.settings else file.settings)
+            for name, place in file.places.items():
+                if name in found.stored:
+                    raise CheckpointError(f"tensor {name} is in two files, {found.stored[name].path} and {each}")
+                dtype = DTYPES_BY_CODE[place.code]
+                found.stored[name] = StoredTensor(
+                    each, place.shape, dtype, stamp=file.stamp, digest=file.digest, start=place.start
+                )
+                found.types[name] = file.types[name]
+    said = found.settings.get("split.count", 0)
+    if said not in (0, len(paths)):
+        raise CheckpointError(
+            f"{path} is one of {said} parts, whose names end in -00001-of-{said:05}{GGUF_SUFFIX}, ..."
+        )
+    return found
+
+
+def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -> Contents:
+    """The contents of ``source`` in the names of ``model``, which ``config`` describes.
+
+    Raises ``CheckpointError`` for a model that isn't of transformers, and for types that aren't read.
+    """
+    if not is_pretrained(model):
+        raise CheckpointError(f"{source.path} is read for models of transformers; this is a {type(model).__name__}")
+    names = ModelNames(source.path, source.settings["general.architecture"], model, config)
+    contents = Contents.of_files(source.stored)
+    for name, kind in source.types.items():
+        if kind.is_quantized and kind.decode is None:
+            raise unsupported(
+                f"{source.stored[name].path}: tensor {name} is of type {kind.name}; qgemm reads {', '.join(READ_TYPES)}"
+            )
+        target = names.find(name)
+        if name == ROTARY_FACTORS:
+            contents.pass_over(name)
+        elif target is not None:
+            order = _row_order(source, names, name, target, model)
+            if order is None:
+                _note_float(contents, source, names, name, target, model)
+            else:
+                _note_layer(contents, source, name, split_name(target)[0], order)
+    return contents
+
+
+def _row_order(source: GgufModel, names: ModelNames, name: str, target: str, model: nn.Module) -> RowOrder | None:
+    """The order of the rows of a weight that stays packed; None for any other tensor."""
+    layer, leaf = split_name(target)
+    module, shape = find_module(model, layer), source.shape(name)
+    is_linear = isinstance(module, nn.Linear) or (module is not None and is_conv1d(module))
+    if not source.types[name].is_quantized or leaf != "weight" or len(shape) != 2:
+        return None
+    return names.row_order(name, *shape) if is_linear or EXPERT.fullmatch(name) else None
+
+
+def _note_layer(contents: Contents, source: GgufModel, name: str, layer: str, order: RowOrder) -> None:
+    """Notes that the tensor ``name`` of the files is the weight of ``layer``, with its rows in this ``order``."""
+    kind, (N, K) = source.types[name], source.shape(name)
+    shapes = kind.part_shapes(N, K)
+    made = {f"{layer}.{leaf}": (name, shape, dtype) for leaf, (shape, dtype) in shapes.items()}
+
+    def convert(rows: Tensor) -> Sequence[Tensor]:
+        rows = rows[order if isinstance(order, slice) else order.to(rows.device)]
+        return [part for part in kind.parts(rows) if part is not None]
+
+    contents.convert_together((name,), made, convert)
+    contents.manifest.layers[layer] = kind.scheme
+    contents.shapes[layer] = N, K
+
+
+def _note_float(
+    contents: Contents, source: GgufModel, names: ModelNames, name: str, target: str, model: nn.Module
+) -> None:
+    """Notes that the tensor ``name`` of the files is ``target`` of ``model``, in float."""
+    kind, shape = source.types[name], source.shape(name)
+    is_changed = names.changes(name, shape)
+    try:
+        old = get_tensor(model, target)
+        shape, dtype = tuple(old.shape) if is_changed else shape, old.dtype
+    except AttributeError:  # one of experts, which will be put together
+        dtype = next(model.parameters()).dtype
+
+    def convert(value: Tensor) -> Tensor:
+        if kind.is_quantized:
+            value = kind.dequantize(value, torch.float32 if is_changed else dtype)
+        return (names.changed(name, value) if is_changed else value).to(dtype)
+
+    contents.convert(target, name, shape, convert, dtype)

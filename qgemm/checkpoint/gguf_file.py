@@ -1,0 +1,140 @@
+"""Reads a GGUF file of llama.cpp: its header, checked against the format, then values, all from one open file.
+
+The format, in little-endian numbers: ``GGUF``, its version (2 or 3), the number of tensors and of settings; the
+settings, each a name, a type and a value; for each tensor its name, its dimensions (the last one first), its type, and
+where its bytes are after the header. The library isn't used for reading values, for the same reasons as that of safetensors.
+
+Tensors of a quantized type are uint8 ``[..., bytes of a row]`` here. The weights of experts, which are one tensor
+``blk.0.ffn_up_exps.weight`` in the file, are listed one by one, as ``blk.0.ffn_up_exps.3.weight``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from typing import Any
+
+from qgemm.checkpoint.gguf_types import TYPES, BlockType
+from qgemm.checkpoint.safetensors_reader import LARGEST_HEADER
+from qgemm.checkpoint.tensor_file import Place, TensorFile
+
+GGUF_SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_EXPERTS = re.compile(r"(.*_exps)\.(weight)")
+# The number formats of settings by their numbers, in the words of ``struct``.
+_NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?")))
+_NUMBERS.update({10: "Q", 11: "q", 12: "d"})
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+_PIECE = 1 << 20
+
+
+class GgufFile(TensorFile):
+    """An open GGUF file. ``settings``: its numbers and texts by name. ``types``: the block type of each tensor."""
+
+    kind = "GGUF"
+    settings: dict[str, Any]
+    types: dict[str, BlockType]
+
+    def _take_header(self) -> bytes:
+        self._header, self._at = bytearray(), 0
+        if (magic := self._take(4)) != _MAGIC:
+            raise ValueError("it is big-endian" if magic == _MAGIC[::-1] else "it doesn't begin with GGUF")
+        version, tensors, settings = self._unpack("IQQ")
+        if version not in _VERSIONS:
+            raise ValueError(f"its version is {version}")
+        self.metadata = {}
+        self.settings = {}
+        for _ in range(settings):
+            name = self._text()
+            value = self._value(*self._unpack("I"))
+            if name in self.settings:
+                raise ValueError(f"it has two settings {name}")
+            self.settings[name] = value
+        entries = [self._entry() for _ in range(tensors)]
+        alignment = self.settings.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment % 8:
+            raise ValueError(f"general.alignment is {alignment!r}")
+        begin = -(-self._at // alignment) * alignment
+        self.places, self.types = {}, {}
+        end, before = begin, "the header"
+        for name, shape, kind, offset in sorted(entries, key=lambda entry: entry[3]):
+            start = begin + offset
+            if start < end or offset % alignment:
+                raise ValueError(f"tensor {name} shares bytes with {before}, or isn't aligned")
+            end, before = start + kind.bytes_of(shape), name
+            if end > self.stamp.size:
+                raise ValueError(f"tensor {name} ends at byte {end} of {self.stamp.size}")
+            self._place(name, shape, kind, start)
+        header = bytes(self._header[: self._at])
+        del self._header
+        return header
+
+    def _entry(self) -> tuple[str, tuple[int, ...], BlockType, int]:
+        """A tensor's name, shape, type and place after the header."""
+        name = self._text()
+        (count,) = self._unpack("I")
+        if count > _MOST_DIMENSIONS:
+            raise ValueError(f"tensor {name} has {count} dimensions")
+        *lengths, number, offset = self._unpack(f"{count}QIQ")
+        shape = tuple(reversed(lengths))
+        kind = TYPES.get(number)
+        if kind is None:
+            raise ValueError(f"tensor {name} is of type {number}, which isn't known")
+        if math.prod(shape) >= 2**63 or (shape[-1] if shape else 1) % kind.values:
+            raise ValueError(f"tensor {name} of {kind.name} has the shape {list(shape)}")
+        return name, shape, kind, offset
+
+    def _place(self, name: str, shape: tuple[int, ...], kind: BlockType, start: int) -> None:
+        stored = kind.stored_shape(shape)
+        experts = _EXPERTS.fullmatch(name) if len(shape) == 3 else None
+        count = shape[0] if experts else 1
+        nbytes = kind.bytes_of(shape) // max(count, 1)
+        for index in range(count):
+            own = f"{experts[1]}.{index}.{experts[2]}" if experts else name
+            if own in self.places:
+                raise ValueError(f"it has two tensors {own}")
+            begin = start + index * nbytes
+            self.places[own] = Place(kind.code, stored[1:] if experts else stored, begin, begin + nbytes)
+            self.types[own] = kind
+
+    def _value(self, number: int) -> Any:
+        """A setting's value; None for a list, which is passed over."""
+        if number == _STRING:
+            return self._text()
+        if number != _ARRAY:
+            return self._unpack(_number(number))[0]
+        inside, count = self._unpack("IQ")
+        if inside == _STRING:
+            for _ in range(count):
+                self._take(self._unpack("Q")[0])
+        else:
+            self._take(struct.calcsize(f"<{_number(inside)}") * count)
+        return None
+
+    def _text(self) -> str:
+        return self._take(self._unpack("Q")[0]).decode()
+
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{layout}", self._take(struct.calcsize(f"<{layout}")))
+
+    def _take(self, count: int) -> bytes:
+        """The next bytes of the header."""
+        end = self._at + count
+        if end > min(LARGEST_HEADER, self.stamp.size):
+            raise ValueError("its header doesn't end")
+        if end > len(self._header):
+            self._header += self._file.read(max(end - len(self._header), _PIECE))
+            if end > len(self._header):
+                raise ValueError("it became shorter while it was read")
+        found = bytes(self._header[self._at : end])
+        self._at = end
+        return found
+
+
+def _number(number: int) -> str:
+    if number not in _NUMBERS:
+        raise ValueError(f"a setting is of type {number}, which isn't known")
+    return _NUMBERS[number]
