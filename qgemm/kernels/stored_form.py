@@ -22,6 +22,8 @@ class StoredForm:
     """Whether they are floats, which are added to the scaled values."""
     paired: bool = False
     """Whether the scales of a block's two halves are 32 bits that may be loaded together."""
+    whole: bool = False
+    """Whether a row consists of whole blocks, and the scales of each of them may be copied together."""
 
     @property
     def has_codebook(self) -> bool:
@@ -37,6 +39,11 @@ class StoredForm:
     def has_small_groups(self) -> bool:
         """Whether half a block has several groups."""
         return self.group % BLOCK_BYTES > 0
+
+    @property
+    def by_groups(self) -> bool:
+        """Whether few rows are multiplied group by group."""
+        return self.whole and self.group in (16, 32, 64)
 
     @property
     def scales_values(self) -> bool:

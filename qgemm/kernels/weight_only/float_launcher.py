@@ -282,6 +282,7 @@ def _make_plan(
                 memory.keep_graph_counts(x.get_device())
             return ring_plan(ring, form, M, N, K, strides, x.dtype, limits)
         if M <= MAX_FEW_ROWS:
+            form = replace(form, whole=_has_whole_blocks(form, K, scale, zero_point))
             few_rows = select_few_rows(M, N, form, limits)
             return Plan((M, N), few_rows_launch(few_rows, form, M, N, K, strides, limits))
         if fits_tiles:
@@ -311,6 +312,15 @@ def _reads_pairs(form: StoredForm, K: int, scale: Tensor) -> bool:
     if form.bits == 8 or form.group != BLOCK_BYTES or form.float_zeros or K % form.block:
         return False
     return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0
+
+
+def _has_whole_blocks(form: StoredForm, K: int, *factors: Tensor | None) -> bool:
+    """Whether rows consist of whole blocks, and the scales and zero points of each of them may be copied together."""
+    count = form.block // max(form.group, 1)
+    if K % form.block or not count:
+        return False
+    given = [each for each in factors if each is not None]
+    return all(each.stride(0) % count == 0 and count * each.itemsize >= WORD for each in given)
 
 
 def _fits_tiles(M: int, form: StoredForm, factors: Tensor) -> bool:
