@@ -120,7 +120,8 @@ def _add_half(
 
     ``TIMES``, ``OFFSET``: values of the weight are divided by the former, and the latter is added to them.
     """
-    nothing = gl.zeros(acc.shape, gl.float32, acc.type.layout)
+    mma: gl.constexpr = acc.type.layout
+    nothing = gl.zeros(acc.shape, gl.float32, mma)
     for i in gl.static_range(len(a)):
         scale = scale_value(scales[i])
         factor = scale * TIMES if TIMES != 1 else scale
