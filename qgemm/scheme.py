@@ -165,11 +165,11 @@ class QuantScheme:
         - ``int8`` for all schemes of int8 by int8: scales at run time, without rotation or columns in float.
         - ``fp8`` for ``fp8`` and ``fp8-static``; ``fp8-block`` is itself.
         - The weight's own, with activations in float, for all others: ``int4`` for ``int4-int8``, ``mxfp4`` itself.
-          Groups are in the order of the input, and zero points are whole numbers.
+          Groups are in the order of the input.
         """
         if self.is_weight_only or self.weight.dtype == "int4":
             plain = replace(self.weight, scale_dtype=_scale_dtype(self.weight)) if self.activation else self.weight
-            return _scheme(replace(plain, is_ordered=False, float_zeros=False), None)
+            return _scheme(replace(plain, is_ordered=False), None)
         if self.weight.granularity == "block":
             return self
         return SCHEMES[self.weight.dtype]

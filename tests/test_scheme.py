@@ -20,7 +20,7 @@ def experts_name(name: str) -> str:
         return "int8"
     if name in ("fp8", "fp8-static"):
         return "fp8"
-    return name.removesuffix("-int8").removesuffix("-ordered").replace("float-zeros", "asymmetric")
+    return name.removesuffix("-int8").removesuffix("-ordered")
 
 
 def test_float_zero_points_are_for_activations_in_float() -> None:

@@ -198,7 +198,7 @@ def _in_one_scheme(
     """The scheme of the experts ``path`` that the layers ``names`` form, and the activations that one of them asks for.
 
     Adds zero points to symmetric layers if others have some; an expert's zero points may happen to be all in the
-    middle. Raises ``CheckpointError``, naming two layers, for other differences, and for static activations.
+    middle, or 0. Raises ``CheckpointError``, naming two layers, for other differences, and for static activations.
     """
     layers = contents.manifest.layers
     if any(layers[name].is_static for name in names):
@@ -214,31 +214,35 @@ def _in_one_scheme(
         own = layers[name].for_experts()
         if own == fused:
             continue
-        shifted = replace(own.weight, symmetric=fused.weight.symmetric, is_ordered=layers[name].weight.is_ordered)
+        shifted = replace(own.weight, is_ordered=layers[name].weight.is_ordered)
+        if own.weight.symmetric:
+            shifted = replace(shifted, symmetric=fused.weight.symmetric, float_zeros=fused.weight.float_zeros)
         if shifted != fused.weight or own.activation != fused.activation:
             raise CheckpointError(
                 f"{config_path}: {first} has the scheme {layers[first].name!r}, and {name} {layers[name].name!r}; "
                 "qgemm's experts of a module have one scheme: give one to convert them to as they are loaded, such as "
                 "scheme='int8'"
             )
-        _add_zero_points(contents, name)
+        _add_zero_points(contents, name, first)
         layers[name] = fused
     return fused, activation
 
 
-def _add_zero_points(contents: Contents, layer: str) -> None:
-    """Gives a symmetric ``layer`` zero points of 0."""
+def _add_zero_points(contents: Contents, layer: str, like: str) -> None:
+    """Gives a symmetric ``layer`` zero points of 0, in the dtype of those of the layer ``like``."""
     weight, scale, zero_point = (f"{layer}.{leaf}" for leaf in ("weight", "weight_scale", "weight_zero_point"))
     headers = contents.headers
     made = {
-        name: (name, headers[name].shape, dtype)
+        name: (name, headers[name].shape, stored_as)
         for name in (weight, scale)
-        if (dtype := headers[name].dtype) is not None
+        if (stored_as := headers[name].dtype) is not None
     }
-    made[zero_point] = scale, headers[scale].shape, torch.int8
+    known = headers.get(f"{like}.weight_zero_point")
+    dtype = torch.int8 if known is None or known.dtype is None else known.dtype
+    made[zero_point] = scale, headers[scale].shape, dtype
 
     def add(values: dict[str, Tensor]) -> Sequence[Tensor]:
-        return values[weight], values[scale], torch.zeros_like(values[scale], dtype=torch.int8)
+        return values[weight], values[scale], torch.zeros_like(values[scale], dtype=dtype)
 
     contents.convert_further(made, (weight, scale), add)
 

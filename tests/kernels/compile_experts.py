@@ -62,10 +62,12 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
     # float16 doesn't hold all powers of 2, so they go this way on Hopper too.
     yield Case("experts weights few", lambda: weight_only(1, "mxfp4", fp16), only=both)
     yield Case("experts weights many", lambda: weight_only(2048, "int4-32-asymmetric", fp16), only=both)
+    yield Case("experts weights-floats many", lambda: weight_only(2048, "int8-weight-32-float-zeros", bf16), only=both)
     if limits.hopper:
         few = ("_few_tokens_kernel", "_combine_kernel")
         yield Case("experts hopper few", lambda: weight_only(1, "mxfp4", bf16), only=few)
         yield Case("experts several int4", lambda: weight_only(16, "int4-asymmetric", fp16), only=few[:1])
+        yield Case("experts several-floats int4", lambda: weight_only(16, "int4-float-zeros", bf16), only=few[:1])
         yield Case("experts several fp8", lambda: weight_only(16, "fp8-weight", bf16), only=few[:1])
         yield Case(
             "experts hopper many", lambda: weight_only(2048, "mxfp4", bf16), only=("_grouped_weight_hopper_kernel",)

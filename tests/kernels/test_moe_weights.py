@@ -69,6 +69,8 @@ def relative_error(out: Tensor, wanted: Tensor) -> float:
         ("mxfp4", torch.bfloat16),
         ("int4-32-asymmetric", torch.bfloat16),  # float16's scales are of another dtype
         ("int4-channel-asymmetric", torch.float16),
+        ("int4-32-float-zeros", torch.bfloat16),
+        ("int8-weight-float-zeros", torch.float16),  # whose scales and zero points are float32
         ("nvfp4", torch.bfloat16),
         ("int8-weight-48", torch.float16),  # groups of no power of two
         ("fp8-weight", torch.bfloat16),
@@ -143,7 +145,8 @@ def test_float32_is_computed_without_kernels(device: torch.device, monkeypatch: 
 @pytest.mark.parametrize("limits", [A100, H200, MI300X], ids=["A100", "H200", "MI300X"])
 def test_a_config_fits_every_device(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_launcher, "device_limits", lambda _: limits)
-    for form in (StoredForm("fp4", 32), StoredForm("int8", 32)):
+    floats = StoredForm("int4", 16, has_zeros=True, float_zeros=True)
+    for form in (StoredForm("fp4", 32), StoredForm("int8", 32), floats):
         rows = [weight_launcher.select_weight_config(T, 32, form, torch.device("cpu")) for T in (4, 640, 2048, 65_536)]
         assert all(fits(config, form, limits) for config in rows)
         assert [config.block_m for config in rows] == sorted(config.block_m for config in rows)

@@ -135,7 +135,7 @@ def test_rows_of_zeros_of_sorted_experts_are_zeros(device: torch.device) -> None
 # Schemes
 
 EXPERT_SCHEMES = ["int4", "int4-32-asymmetric", "int4-channel", "mxfp4", "mxfp8", "nvfp4", "nf4", "int8-weight"]
-EXPERT_SCHEMES += ["bnb-fp4"]
+EXPERT_SCHEMES += ["bnb-fp4", "int4-32-float-zeros"]
 FP8_SCHEMES = ["fp8", "fp8-block"]
 families_and_schemes = pytest.mark.parametrize(
     ("family", "scheme"),
@@ -202,7 +202,7 @@ def test_output_is_that_of_the_specification_in_every_scheme(
 _ENDS = ("", "_scale", "_zero_point", "_global_scale", "_bias")
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4-32-asymmetric", "fp8-block"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4-32-asymmetric", "int8-weight-float-zeros", "fp8-block"])
 def test_a_state_dict_brings_every_scheme_back(scheme: str) -> None:
     module = ALL["gpt_oss"]()
     layer = QuantExperts.from_experts(module, scheme)

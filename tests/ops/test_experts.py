@@ -98,7 +98,7 @@ def weight_only_operands(scheme: str, device: torch.device, dtype: torch.dtype =
     return (x, index, torch.rand(9, 2, device=device), *map(layer.stored, names)), form, layer
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "int4-32-asymmetric"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4-32-asymmetric", "int4-32-float-zeros"])
 def test_opcheck_of_weight_only_experts(scheme: str, device: torch.device) -> None:
     (x, index, weights, *rest), form, _ = weight_only_operands(scheme, device)
     x.requires_grad_()
@@ -108,7 +108,7 @@ def test_opcheck_of_weight_only_experts(scheme: str, device: torch.device) -> No
     torch.library.opcheck(gradient, (torch.randn_like(x), x.detach(), *arguments[1:]))
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4-channel"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4-channel", "int4-32-float-zeros"])
 def test_gradients_of_weight_only_experts(scheme: str, device: torch.device) -> None:
     (x, index, weights, *_), _, layer = weight_only_operands(scheme, device)
     x.requires_grad_()
@@ -142,6 +142,14 @@ def test_gradients_of_fp8_experts(scheme: str, device: torch.device) -> None:
         ({"down_scale": lambda t: t[..., :1]}, r"down's scale is .*; it must be .* \[4, 64, 2\]"),
         ({"gate_up_bias": lambda t: t[:, 1:]}, r"gate_up's bias is .*; it must be .* \[4, 96\]"),
         ({"gate_up_scale": lambda t: t.mT.contiguous().mT}, "gate_up's scale has strides .*; it must be contiguous"),
+        (
+            {"down_zero_point": lambda _: torch.zeros(4, 64, 2)},
+            "down's zero point is torch.float32, of fp4 with scales in",
+        ),
+        (
+            {"down_zero_point": lambda _: torch.zeros(4, 64, 2, dtype=torch.int8)},
+            "gate_up's zero points are none, and down's integers; both must be of one kind",
+        ),
         ({"format": lambda _: "fp3"}, "format is 'fp3'; it must be one of"),
         ({"group_size": lambda _: -1}, "group_size is -1; it must be at least 1, or 0"),
         ({"x": lambda t: t[:, 1:]}, r"x is \[9, 63\]; it must be \[T, 64\]"),

@@ -31,7 +31,7 @@ class WeightConfig:
         return self.num_stages * self.piece * (self.block_n + self.block_m * 2 * (8 // bits))
 
 
-# By the maximum number of rows of a group; the first config that fits in shared memory is used.
+# By the maximum number of rows of a group; the first config that fits is used.
 BY_ROWS: tuple[tuple[float, tuple[WeightConfig, ...]], ...] = (
     (12, (WeightConfig(16, 64, 128, 4, 4), WeightConfig(16, 64, 64, 4, 2))),
     (40, (WeightConfig(32, 64, 128, 4, 3), WeightConfig(32, 64, 64, 4, 2))),
@@ -53,8 +53,9 @@ def select_weight_config(T: int, G: int, form: StoredForm, device: torch.device)
 
 
 def fits(config: WeightConfig, form: StoredForm, limits: DeviceLimits) -> bool:
-    """Whether the device has enough shared memory for it."""
-    return config.shared_memory(form.bits) <= limits.shared_memory
+    """Whether the device has enough shared memory for it, and threads enough registers for scales and zero points."""
+    spills = form.float_zeros and form.bits == 4 and form.group == 16 and config.block_m > 16 and config.piece > 64
+    return not spills and config.shared_memory(form.bits) <= limits.shared_memory
 
 
 def weight_product_launch(

@@ -13,6 +13,7 @@ from qgemm.kernels.checks import (
     check_tensor,
     conversion,
     names_of,
+    takes_float_zeros,
 )
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.routing import Routing
@@ -129,7 +130,7 @@ def check_weight_only_experts(
         for part, tensor, allowed, shape in (
             ("", weight, dtypes, (*rows, packed_width(K) if is_packed else K)),
             ("'s scale", scale, GROUP_SCALE_DTYPES, scales),
-            ("'s zero point", zero_point, (torch.int8,), scales),
+            ("'s zero point", zero_point, (torch.int8, *FLOAT_DTYPES), scales),
             ("'s global scale", global_scale, (torch.float32,), (E, 2)),
             ("'s bias", bias, FLOAT_DTYPES, rows),
         ):
@@ -141,10 +142,19 @@ def check_weight_only_experts(
         if (global_scale is None) == (scale.dtype == torch.float8_e4m3fn):
             has = "no global scale" if global_scale is None else "a global scale"
             raise ValueError(f"{name}'s scale is {scale.dtype}, with {has}: one goes with float8_e4m3fn alone")
+        if zero_point is not None and zero_point.is_floating_point() and not takes_float_zeros(format, scale):
+            found = f"{name}'s zero point is {zero_point.dtype}, of {format} with scales in {scale.dtype}"
+            raise ValueError(f"{found}; floats are for int4 and int8 with float scales")
         check_same_device(
             **{name: weight, f"{name}'s scale": scale, f"{name}'s zero point": zero_point},
             **{f"{name}'s global scale": global_scale, f"{name}'s bias": bias},
         )
+    kinds = [
+        "none" if each is None else "floats" if each.is_floating_point() else "integers"
+        for each in (weights.gate_up_zero_point, weights.down_zero_point)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"gate_up's zero points are {kinds[0]}, and down's {kinds[1]}; both must be of one kind")
     _check_routed(x, H, top_k_index, top_k_weights, residual, gate_up, down)
 
 

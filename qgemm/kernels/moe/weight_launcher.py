@@ -63,8 +63,8 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
         return _Plan(LaunchPlan(x.device.index, 0, (), ()))
     limits = device_limits(x.device)
     form = hopper_form(weights, x.dtype) if limits.hopper and aligned else None
-    few = select_few_tokens(P, E) if form is not None else None
-    many = select_many_tokens(P, E) if form is not None and form.scales_values else None
+    few = select_few_tokens(P, E, form) if form is not None else None
+    many = select_many_tokens(P, E) if form is not None and form.has_small_groups else None
     views = (*(None,) * 3, *(_view(name, weights, many is not None) for name in _PARTS), None)
     if form is not None and few is not None:
         return _Plan(_few_tokens(x, top_k_index, weights, adds, form, few), views)
@@ -73,7 +73,7 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
         first, second = (many_tokens_launch(P, E, n, k, many, x.dtype, limits) for n, k in ((N, H), (H, intermediate)))
         outs, ends = 2, ["scale", "bias"]
     else:
-        plain = StoredForm(weights.format, weights.group_size)
+        plain = StoredForm.of(weights.format, weights.group_size, weights.gate_up_zero_point)
         config = select_weight_config(P, E, plain, x.device)
         block_m = config.block_m
         first, second = (
