@@ -451,11 +451,10 @@ def weight_only_experts(
 
     - ``gate_up``, ``down``: 4-bit: uint8 ``[E, N, packed_width(K)]``; 8-bit: int8 or float8_e4m3fn ``[E, N, K]``.
     - scales: ``[E, N, ceil(K / group_size)]``, float, uint8 exponents, or float8_e4m3fn with a global scale.
-    - zero points, of the shape of the scales: int8, or floats for int4 and int8 with float scales, or None. Both
-      weights have the same kind.
+    - zero points, of the shape of the scales: int8, or floats for int4 and int8 with float scales, or None.
     - global scales: float32 ``[E, 2]``, a factor and a divisor, or None.
     - biases: float ``[E, N]``, or None.
-    - ``format``: the name of the weights' format. ``group_size``: how many values along K share a scale; 0 for all.
+    - formats: the names of the weights' formats. Group sizes: how many values along K share a scale; 0 for all.
     """
     x = x.resolve_neg()
     # The kernels multiply 16-bit values. For float32, PyTorch does on a GPU what it does on a CPU.

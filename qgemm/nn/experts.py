@@ -341,7 +341,7 @@ def expert_weights(
     if not scheme.is_weight_only:
         return ExpertWeights._make((*map(get, _OPERANDS), activation))
     form = scheme.weight.dtype, scheme.weight.group_size or 0
-    return WeightOnlyExperts._make((*map(get, _WEIGHT_ONLY_OPERANDS), activation, *form))
+    return WeightOnlyExperts._make((*map(get, _WEIGHT_ONLY_OPERANDS), activation, *form, *form))
 
 
 def compute_experts(

@@ -130,7 +130,7 @@ def weight_only(T: int, scheme: str, dtype: torch.dtype) -> None:
     form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
     x = torch.empty(T, 2880, dtype=dtype, device=META)
     index, weights = torch.empty(T, 4, dtype=torch.int64, device=META), torch.empty(T, 4, device=META)
-    moe_weights.weight_only_experts(x, index, weights, WeightOnlyExperts(*tensors, GPT_OSS, *form))
+    moe_weights.weight_only_experts(x, index, weights, WeightOnlyExperts(*tensors, GPT_OSS, *form, *form))
 
 
 def products(limits: DeviceLimits) -> Iterator[Case]:

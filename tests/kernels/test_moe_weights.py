@@ -49,7 +49,7 @@ def weights(
     tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
     moved = [None if each is None else each.detach().to(device) for each in tensors]
     form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
-    return WeightOnlyExperts(*moved, activation, *form)
+    return WeightOnlyExperts(*moved, activation, *form, *form)
 
 
 def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,7 +147,9 @@ def test_a_config_fits_every_device(limits: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(weight_launcher, "device_limits", lambda _: limits)
     floats = StoredForm("int4", 16, has_zeros=True, float_zeros=True)
     for form in (StoredForm("fp4", 32), StoredForm("int8", 32), floats):
-        rows = [weight_launcher.select_weight_config(T, 32, form, torch.device("cpu")) for T in (4, 640, 2048, 65_536)]
+        rows = [
+            weight_launcher.select_weight_config(T, 32, [form], torch.device("cpu")) for T in (4, 640, 2048, 65_536)
+        ]
         assert all(fits(config, form, limits) for config in rows)
         assert [config.block_m for config in rows] == sorted(config.block_m for config in rows)
         assert rows[0].block_m == 16

@@ -15,7 +15,7 @@ from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped.weight_hopper import select_many_tokens
 from qgemm.kernels.moe import few_tokens
 from qgemm.kernels.moe import weight_launcher as moe
-from qgemm.kernels.moe.few_tokens import hopper_form, select_few_tokens
+from qgemm.kernels.moe.few_tokens import hopper_forms, is_few, select_few_tokens
 from qgemm.kernels.reference import weight_only_experts_reference
 from qgemm.kernels.stored_form import WHOLE_ROW, StoredForm
 from qgemm.nn import QuantExperts
@@ -43,7 +43,7 @@ def weights(
         layer.get_parameter(f"{name}_bias").data.normal_()
     tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
     form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
-    return WeightOnlyExperts(*[None if each is None else each.detach() for each in tensors], activation, *form)
+    return WeightOnlyExperts(*[None if each is None else each.detach() for each in tensors], activation, *form, *form)
 
 
 def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ def test_kernels_compute_the_specification(T: int, scheme: str, dtype: torch.dty
     skip_elsewhere(device)
     activation = GatedActivation("relu2", gated=False) if scheme == "int8-weight" else GPT_OSS
     held = weights(scheme, dtype, device, activation)
-    assert hopper_form(held, dtype) is not None
+    assert hopper_forms(held, dtype) is not None
     x, index, top_k_weights = routed(T, dtype, device)
     residual = torch.randn_like(x) if T == 2 else None
     out = moe.weight_only_experts(x, index, top_k_weights, held, residual)
@@ -101,7 +101,7 @@ def test_more_tokens_of_an_expert_than_a_program_takes_at_a_time(
     x, index, top_k_weights = routed(9, torch.bfloat16, device)
     index[:, 0] = 3
     index[:, 1] = 1
-    monkeypatch.setattr(moe, "select_few_tokens", lambda P, E, form: select_few_tokens(1, E, form))
+    monkeypatch.setattr(moe, "is_few", lambda P, E: True)
     out = moe.weight_only_experts(x, index, top_k_weights, held)
     wanted = weight_only_experts_reference(x, index, top_k_weights, held)
     assert relative_error(out, wanted) < 2 * torch.finfo(torch.bfloat16).eps
@@ -140,14 +140,14 @@ def test_which_weights_the_kernels_take(scheme: str, dtype: torch.dtype, form: S
     layer = QuantExperts(2, 192, 320, GPT_OSS, True, "meta", dtype, scheme)
     tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
     size = layer.scheme.weight.group_size or 0
-    held = WeightOnlyExperts(*tensors, GPT_OSS, layer.scheme.weight.dtype, size)
-    assert hopper_form(held, dtype) == form
+    stored = layer.scheme.weight.dtype, size
+    held = WeightOnlyExperts(*tensors, GPT_OSS, *stored, *stored)
+    assert hopper_forms(held, dtype) == (None if form is None else [form, form])
 
 
 def test_tiles_by_the_rows_of_an_expert() -> None:
     # GPT-OSS's 32 experts, 4 a token.
-    int4 = StoredForm("int4", 128)
-    assert [select_few_tokens(4 * T, 32, int4) is not None for T in (1, 16, 32, 64, 2048)] == [True] * 3 + [False] * 2
+    assert [is_few(4 * T, 32) for T in (1, 16, 32, 64, 2048)] == [True] * 3 + [False] * 2
     assert [select_many_tokens(4 * T, 32) is not None for T in (1, 64, 512, 2048)] == [False] * 2 + [False, True]
     # One program after the other: as few as there is room for, or several rounds.
     tiles = (4, 1440, 10_080)
@@ -156,6 +156,6 @@ def test_tiles_by_the_rows_of_an_expert() -> None:
 
 def test_more_registers_and_fewer_programs_for_float_zero_points_of_4_bits() -> None:
     floats = {"has_zeros": True, "float_zeros": True}
-    chosen = [select_few_tokens(4, 32, StoredForm(name, 128, **floats)) for name in ("int4", "int8")]
+    chosen = [select_few_tokens(StoredForm(name, 128, **floats)) for name in ("int4", "int8")]
     assert chosen == [few_tokens.OF_FLOAT_ZEROS, few_tokens.FEW_TOKENS]
-    assert all(128 * each.programs * each.max_registers <= 65_536 for each in chosen if each is not None)
+    assert all(128 * each.programs * each.max_registers <= 65_536 for each in chosen)

@@ -192,7 +192,7 @@ def test_output_is_that_of_the_specification_in_every_scheme(
         wanted = experts_reference(x, index, weights, ExpertWeights(*operands[0], *operands[1], layer.activation))
     else:
         form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
-        packed = WeightOnlyExperts(*parts[0], *parts[1], layer.activation, *form)
+        packed = WeightOnlyExperts(*parts[0], *parts[1], layer.activation, *form, *form)
         wanted = weight_only_experts_reference(x, index, weights, packed)
     assert out.dtype == dtype
     # A value of fp8 that is rounded the other way changes a row by a thousandth.

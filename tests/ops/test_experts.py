@@ -102,7 +102,7 @@ def weight_only_operands(scheme: str, device: torch.device, dtype: torch.dtype =
 def test_opcheck_of_weight_only_experts(scheme: str, device: torch.device) -> None:
     (x, index, weights, *rest), form, _ = weight_only_operands(scheme, device)
     x.requires_grad_()
-    arguments = (x, index, weights, *rest, *fields(GPT_OSS), *form)
+    arguments = (x, index, weights, *rest, *fields(GPT_OSS), *form, *form)
     torch.library.opcheck(torch.ops.qgemm.weight_only_experts.default, (*arguments, torch.randn_like(x)))
     gradient = torch.ops.qgemm.weight_only_experts_backward.default
     torch.library.opcheck(gradient, (torch.randn_like(x), x.detach(), *arguments[1:]))
@@ -146,19 +146,15 @@ def test_gradients_of_fp8_experts(scheme: str, device: torch.device) -> None:
             {"down_zero_point": lambda _: torch.zeros(4, 64, 2)},
             "down's zero point is torch.float32, of fp4 with scales in",
         ),
-        (
-            {"down_zero_point": lambda _: torch.zeros(4, 64, 2, dtype=torch.int8)},
-            "gate_up's zero points are none, and down's integers; both must be of one kind",
-        ),
-        ({"format": lambda _: "fp3"}, "format is 'fp3'; it must be one of"),
-        ({"group_size": lambda _: -1}, "group_size is -1; it must be at least 1, or 0"),
+        ({"gate_up_format": lambda _: "fp3"}, "gate_up_format is 'fp3'; it must be one of"),
+        ({"down_group_size": lambda _: -1}, "down_group_size is -1; it must be at least 1, or 0"),
         ({"x": lambda t: t[:, 1:]}, r"x is \[9, 63\]; it must be \[T, 64\]"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
 def test_wrong_arguments_of_weight_only_experts(changes: dict[str, Any], message: str) -> None:
     (x, index, weights, *rest), form, _ = weight_only_operands("mxfp4", torch.device("cpu"))
-    values = {"x": x} | WeightOnlyExperts(*rest, GPT_OSS, *form)._asdict()
+    values = {"x": x} | WeightOnlyExperts(*rest, GPT_OSS, *form, *form)._asdict()
     for name, change in changes.items():
         values[name] = change(values[name])
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,14 +43,14 @@ BY_ROWS: tuple[tuple[float, tuple[WeightConfig, ...]], ...] = (
 HOPPER = WeightConfig(128, 128, 32, 4, 4)
 
 
-def select_weight_config(T: int, G: int, form: StoredForm, device: torch.device) -> WeightConfig:
-    """The config for ``T`` rows that go to ``G`` groups at random."""
+def select_weight_config(T: int, G: int, forms: Sequence[StoredForm], device: torch.device) -> WeightConfig:
+    """The config for ``T`` rows that go to ``G`` groups at random, for weights of all these forms."""
     limits = device_limits(device)
     rows = rows_of_group(T, G)
     if limits.hopper and rows > BY_ROWS[-2][0]:
         return HOPPER
     configs = next(configs for most, configs in BY_ROWS if rows <= most)
-    return next(config for config in configs if fits(config, form, limits))
+    return next(config for config in configs if all(fits(config, form, limits) for form in forms))
 
 
 def fits(config: WeightConfig, form: StoredForm, limits: DeviceLimits) -> bool:
