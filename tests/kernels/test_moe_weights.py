@@ -22,6 +22,7 @@ from qgemm.kernels.moe import weight_launcher as moe
 from qgemm.kernels.reference import weight_only_experts_reference
 from qgemm.kernels.stored_form import StoredForm
 from qgemm.nn import QuantExperts
+from qgemm.nn.experts import expert_weights
 from qgemm.nn.quant_layer import frozen
 from tests.kernels.devices import A100, H200, MI300X
 
@@ -46,10 +47,9 @@ def weights(
             setattr(layer, full, frozen(torch.stack(tensors)))
         if bias:
             layer.get_parameter(f"{name}_bias").data.normal_()
-    tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
-    moved = [None if each is None else each.detach().to(device) for each in tensors]
-    form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
-    return WeightOnlyExperts(*moved, activation, *form, *form)
+    made = expert_weights(layer.to(device).scheme, activation, layer.stored)
+    assert isinstance(made, WeightOnlyExperts)
+    return made
 
 
 def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,6 +70,7 @@ def relative_error(out: Tensor, wanted: Tensor) -> float:
         ("int4-32-asymmetric", torch.bfloat16),  # float16's scales are of another dtype
         ("int4-channel-asymmetric", torch.float16),
         ("int4-32-float-zeros", torch.bfloat16),
+        ("int4-32-float-zeros+int8-weight-16", torch.bfloat16),
         ("int8-weight-float-zeros", torch.float16),  # whose scales and zero points are float32
         ("nvfp4", torch.bfloat16),
         ("int8-weight-48", torch.float16),  # groups of no power of two

@@ -19,6 +19,7 @@ from qgemm.kernels.moe.few_tokens import hopper_forms, is_few, select_few_tokens
 from qgemm.kernels.reference import weight_only_experts_reference
 from qgemm.kernels.stored_form import WHOLE_ROW, StoredForm
 from qgemm.nn import QuantExperts
+from qgemm.nn.experts import expert_weights
 from qgemm.nn.quant_layer import frozen
 from tests.kernels.devices import H200
 
@@ -41,9 +42,9 @@ def weights(
                 stacked = torch.stack([one._parameters[f"weight{end}"].detach() for one in made])
                 setattr(layer, f"{name}{end}", frozen(stacked))
         layer.get_parameter(f"{name}_bias").data.normal_()
-    tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
-    form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
-    return WeightOnlyExperts(*[None if each is None else each.detach() for each in tensors], activation, *form, *form)
+    held = expert_weights(layer.scheme, activation, layer.stored)
+    assert isinstance(held, WeightOnlyExperts)
+    return held
 
 
 def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,6 +63,7 @@ def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tens
         ("int4-asymmetric", torch.float16),
         ("int4-channel-asymmetric", torch.bfloat16),
         ("int4-float-zeros", torch.bfloat16),
+        ("int4-float-zeros+int8-weight", torch.bfloat16),
         ("int8-weight-float-zeros", torch.float16),
         ("int8-weight", torch.bfloat16),
         ("fp8-weight", torch.float16),
@@ -132,16 +134,15 @@ def test_every_scale_of_8_bits_is_exact(device: torch.device) -> None:
         ("int4-asymmetric", torch.bfloat16, StoredForm("int4", 128, has_zeros=True)),
         ("int8-weight-float-zeros", torch.float16, StoredForm("int8", WHOLE_ROW, has_zeros=True, float_zeros=True)),
         ("int4-32", torch.bfloat16, None),
+        ("int4+int4-32", torch.bfloat16, None),
         ("int8-weight", torch.bfloat16, StoredForm("int8", 0)),
         ("mxfp8", torch.bfloat16, None),
     ],
 )
 def test_which_weights_the_kernels_take(scheme: str, dtype: torch.dtype, form: StoredForm | None) -> None:
     layer = QuantExperts(2, 192, 320, GPT_OSS, True, "meta", dtype, scheme)
-    tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
-    size = layer.scheme.weight.group_size or 0
-    stored = layer.scheme.weight.dtype, size
-    held = WeightOnlyExperts(*tensors, GPT_OSS, *stored, *stored)
+    held = expert_weights(layer.scheme, GPT_OSS, layer.stored)
+    assert isinstance(held, WeightOnlyExperts)
     assert hopper_forms(held, dtype) == (None if form is None else [form, form])
 
 
