@@ -48,7 +48,6 @@ DEQUANTIZED_ROWS = 16
 PANEL = 64  # columns of x that are copied at a time
 VECTOR_BYTES = 16  # of a row that a thread reads, all with one scale
 SMALL_GROUPS = (16, 32, 64)  # of tiles
-WHOLE_ROW = 2**30  # a group longer than any row, where one scale of a row can't be left to the sums
 WORD = 4  # bytes
 MAX_KEPT_SUMS = 2**21  # float32 in memory that a stream keeps; with more, a product takes longer than an allocation
 MAX_ROWS_BY_GROUP = 16  # for each value of a small group; with more rows, a float weight is faster
@@ -99,7 +98,7 @@ def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
     out = values.new_empty((N, K), dtype=dtype)
     if out.numel():
         group = 0 if scale.shape[1] == 1 else weight.group_size
-        form = _form(weight.format, group, zero_point)
+        form = StoredForm.of(weight.format, group, zero_point)
         kind = (
             float_weight, form, N, K, values.get_device(), values.dtype, values.stride(0), scale.dtype, scale.stride(0),
             None if zero_point is None else zero_point.dtype, global_scale is not None, dtype,
@@ -122,13 +121,6 @@ def _as_read(weight: ScaledWeight) -> tuple[Tensor, Tensor, Tensor | None, Tenso
     if zero_point is not None and zero_point.stride() != scale.stride():
         zero_point, scale = zero_point.contiguous(), scale.contiguous()
     return values, scale, zero_point, None if weight.global_scale is None else weight.global_scale.contiguous()
-
-
-def _form(format: str, group: int, zero_point: Tensor | None) -> StoredForm:
-    float_zeros = zero_point is not None and zero_point.is_floating_point()
-    if float_zeros:
-        group = group or WHOLE_ROW
-    return StoredForm(format, group, has_zeros=zero_point is not None, float_zeros=float_zeros)
 
 
 def _dequantize_launch(form: StoredForm, N: int, K: int, stride_wn: int, stride_sn: int) -> Launch:
@@ -270,7 +262,7 @@ def _make_plan(
     if M * N == 0:
         return Plan((M, N), None)
     group = 0 if scale.shape[1] == 1 else group_size
-    form = _form(format, group, zero_point)
+    form = StoredForm.of(format, group, zero_point)
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         fits_tiles = N % 8 == 0 and all(_fits_tiles(M, form, each) for each in (scale, zero_point) if each is not None)
