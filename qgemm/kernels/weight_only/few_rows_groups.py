@@ -14,6 +14,7 @@ from triton.runtime.jit import constexpr_function
 
 from qgemm.kernels.stages.unpack_words import INT4_BIAS, times_of_words, unpack_words
 from qgemm.kernels.weight_only.few_rows_products import sums_layout
+from qgemm.kernels.weight_only.hopper_factors import columns, rows_layout
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
 
@@ -26,13 +27,10 @@ def words_of_thread(form):
 @constexpr_function
 def factors_layout(tile, count):
     """The layout of ``count`` factors of each row: a thread has all those of the rows whose sums it has."""
-    vectors = [[0, 0, 1 << i] for i in range(count.bit_length() - 1)]
-    beside = tile.warps // tile.splits
-    reps = [[0, 16 * beside << i, 0] for i in range((tile.rows // (16 * beside)).bit_length() - 1)]
-    lanes = [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    warps = [[0, 16 << i, 0] for i in range(beside.bit_length() - 1)]
-    warps += [[1 << i, 0, 0] for i in range(tile.splits.bit_length() - 1)]
-    return gl.DistributedLinearLayout([*vectors, [0, 8, 0], *reps], lanes, warps, [], [tile.splits, tile.rows, count])
+    rows = rows_layout(tile.rows, count, tile.warps // tile.splits)
+    own, lanes, warps = ([[0, *each] for each in bases] for bases in (rows.reg_bases, rows.lane_bases, rows.warp_bases))
+    splits = [[1 << i, 0, 0] for i in range(tile.splits.bit_length() - 1)]
+    return gl.DistributedLinearLayout(own, lanes, warps + splits, [], [tile.splits, tile.rows, count])
 
 
 @constexpr_function
@@ -58,20 +56,15 @@ def _by_groups(values, layout: gl.constexpr, AXIS: gl.constexpr, COUNT: gl.const
 
 
 @gluon.jit
-def vectors(factors, layout: gl.constexpr):
+def _vectors(factors, layout: gl.constexpr):
     """``[s, n]`` for each of the factors ``[s, n, count]``."""
-    COUNT: gl.constexpr = factors.shape[2]
-    if COUNT == 1:
-        return (gl.convert_layout(gl.sum(factors, 2), layout, assert_trivial=True),)
-    elif COUNT == 2:
-        first, second = factors.split()
-        first = gl.convert_layout(first, layout, assert_trivial=True)
-        return (first, gl.convert_layout(second, layout, assert_trivial=True))
-    else:
-        S: gl.constexpr = factors.shape[0]
-        ROWS: gl.constexpr = factors.shape[1]
-        first, second = factors.reshape([S, ROWS, 2, COUNT // 2]).permute(0, 1, 3, 2).split()
-        return vectors(first, layout) + vectors(second, layout)
+    S: gl.constexpr = factors.shape[0]
+    ROWS: gl.constexpr = factors.shape[1]
+    found = ()
+    each = columns(factors.reshape([S * ROWS, factors.shape[2]]))
+    for i in gl.static_range(len(each)):
+        found = found + (gl.convert_layout(each[i].reshape([S, ROWS]), layout, assert_trivial=True),)
+    return found
 
 
 @gluon.jit
@@ -150,10 +143,10 @@ def add_groups(acc, blocks, slot, ones, DTYPE: gl.constexpr, FORM: gl.constexpr,
     al: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     bl: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     fl: gl.constexpr = factors_layout(TILE, FORM.block // FORM.group)
-    scales = vectors(blocks.scales.slot(slot).load(fl), gl.SliceLayout(2, mma))
+    scales = _vectors(blocks.scales.slot(slot).load(fl), gl.SliceLayout(2, mma))
     zeros = scales
     if FORM.has_zeros:
-        zeros = vectors(blocks.zeros.slot(slot).load(fl), gl.SliceLayout(2, mma))
+        zeros = _vectors(blocks.zeros.slot(slot).load(fl), gl.SliceLayout(2, mma))
     words = blocks.words(slot, 0, gl.DotOperandLayout(0, mma, WORDS))
     values = unpack_words(words, (), (), FORMAT, DTYPE, BIASED, "", "")
     for half in gl.static_range(2 if FORM.bits == 4 else 1):

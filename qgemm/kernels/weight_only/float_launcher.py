@@ -267,14 +267,14 @@ def _make_plan(
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         fits_tiles = N % 8 == 0 and all(_fits_tiles(M, form, each) for each in (scale, zero_point) if each is not None)
         in_ring = fits_ring(M, K, form) and not (fits_tiles and prefers_tiles(M, N, K, form, limits))
-        form = replace(form, paired=_reads_pairs(form, K, scale))
+        whole = _has_whole_blocks(form, K, scale, zero_point)
+        form = replace(form, paired=_reads_pairs(form, K, scale), whole=whole)
         if in_ring:
             ring = select_ring(M, N, K, form, limits)
             if ring.shared and x.is_cuda:
                 memory.keep_graph_counts(x.get_device())
             return ring_plan(ring, form, M, N, K, strides, x.dtype, limits)
         if M <= MAX_FEW_ROWS:
-            form = replace(form, whole=_has_whole_blocks(form, K, scale, zero_point))
             few_rows = select_few_rows(M, N, form, limits)
             return Plan((M, N), few_rows_launch(few_rows, form, M, N, K, strides, limits))
         if fits_tiles:
@@ -308,9 +308,9 @@ def _reads_pairs(form: StoredForm, K: int, scale: Tensor) -> bool:
 
 def _has_whole_blocks(form: StoredForm, K: int, *factors: Tensor | None) -> bool:
     """Whether rows consist of whole blocks, and the scales and zero points of each of them may be copied together."""
-    count = form.block // max(form.group, 1)
-    if K % form.block or not count:
+    if not form.has_small_groups or K % form.block:
         return False
+    count = form.block // form.group
     given = [each for each in factors if each is not None]
     return all(each.stride(0) % count == 0 and count * each.itemsize >= WORD for each in given)
 
