@@ -69,9 +69,9 @@ def weight_only_linear(
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     aligned = (rows.data_ptr() | values.data_ptr()) % ALIGNMENT == 0
-    words = (scale.data_ptr() | (0 if zero_point is None else zero_point.data_ptr())) % WORD == 0
+    factors = scale.data_ptr() | (0 if zero_point is None else zero_point.data_ptr())
     kind = (
-        weight_only_linear, format, group_size, aligned, words, x.get_device(),
+        weight_only_linear, format, group_size, aligned, factors % WORD == 0, factors % ALIGNMENT == 0, x.get_device(),
         rows.shape, rows.stride(0), rows.dtype,
         values.shape, values.stride(0), values.dtype,
         scale.shape, scale.stride(0), scale.dtype,
@@ -212,7 +212,7 @@ class Plan:
             residual: Tensor | None = None,
         ) -> Tensor | None:
             factors = scale.data_ptr() if zero_point is None else scale.data_ptr() | zero_point.data_ptr()
-            if (x.data_ptr() | weight.data_ptr()) % ALIGNMENT or factors % WORD:
+            if (x.data_ptr() | weight.data_ptr() | factors) % ALIGNMENT:
                 return None
             if residual is not None and residual.ndim != 2:
                 residual = residual.view(self.shape)
@@ -312,7 +312,9 @@ def _has_whole_blocks(form: StoredForm, K: int, *factors: Tensor | None) -> bool
         return False
     count = form.block // form.group
     given = [each for each in factors if each is not None]
-    return all(each.stride(0) % count == 0 and count * each.itemsize >= WORD for each in given)
+    if any(each.data_ptr() % ALIGNMENT or each.stride(0) % count for each in given):
+        return False
+    return all(count * each.itemsize >= WORD for each in given)
 
 
 def _fits_tiles(M: int, form: StoredForm, factors: Tensor) -> bool:
