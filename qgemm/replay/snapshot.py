@@ -31,6 +31,10 @@ MAX_VALUES = 64
 """The maximum length of a list or a dictionary: longer ones are tables, compared by identity only."""
 
 
+class UnfitModelError(Exception):
+    """A model whose forward a graph can't repeat."""
+
+
 class Snapshot:
     """The state of ``model``, and of ``others``: objects that its modules read, such as a config.
 
@@ -43,11 +47,17 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, others: Iterable[object] = (), ignored: Iterable[str] = ()) -> None:
-        """Takes about 15 us per module. Attributes with the names ``ignored`` may change."""
+        """Takes about 15 us per module. Attributes with the names ``ignored`` may change.
+
+        Raises ``UnfitModelError`` for modules of TorchScript, whose attributes aren't Python's.
+        """
+        modules = list(model.modules())
+        if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+            raise UnfitModelError("it has modules of TorchScript, whose changes nobody would notice")
         self._model = weakref.ref(model)
         self._apart = _OF_MODULES.union(ignored)
         self._others = list({id(other): other for other in others}.values())
-        self._take(list(model.modules()))
+        self._take(modules)
 
     def holds(self) -> bool:
         """Whether nothing has changed since. Takes about 1 us per module; more if an attribute has another object."""
@@ -65,9 +75,10 @@ class Snapshot:
         if self._has_same_objects():
             return True
         model = self._model()
-        if model is None or self._values(now := list(model.modules())) != self._exact:
+        modules = [] if model is None else list(model.modules())
+        if [*map(type, modules)] != self._classes or self._values(modules) != self._exact:
             return False
-        self._take(now)
+        self._take(modules)
         return True
 
     def _take(self, modules: list[nn.Module]) -> None:
@@ -147,7 +158,7 @@ class Snapshot:
         parts = [vars(module)[name] for name in _PARTS]
         tensors = chain(module._parameters.values(), module._buffers.values())
         addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-        return type(module), self._of(module), [*chain.from_iterable(parts)], addresses
+        return self._of(module), [*chain.from_iterable(parts)], addresses
 
     def _of(self, owner: object) -> dict[str, object]:
         return {name: _of_value(value) for name, value in vars(owner).items() if name not in self._apart}

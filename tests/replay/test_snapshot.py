@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from qgemm.replay.snapshot import Snapshot
+from qgemm.replay.snapshot import Snapshot, UnfitModelError
 
 
 class Config:
@@ -119,6 +119,16 @@ def test_a_value_at_the_address_of_the_former_is_noticed() -> None:
     for value in ("0.7", "0.9"):  # the second would lie where the first was freed
         second(model).scale = float(value)
     assert not snapshot.holds()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_modules_of_torchscript_are_refused() -> None:
+    model = Model()
+    snapshot = Snapshot(model)
+    second(model).layer = torch.jit.trace(second(model).layer, torch.zeros(1, 4))
+    assert not snapshot.holds()
+    with pytest.raises(UnfitModelError, match="TorchScript"):
+        Snapshot(model)
 
 
 def test_others_are_noticed_unless_they_are_ignored() -> None:
