@@ -47,9 +47,9 @@ def model_config(path: Path, settings: dict[str, Any], dtype: str) -> dict[str, 
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         from transformers.utils.import_utils import is_gguf_available
     except ImportError as error:
-        raise ImportError(f'{path} is read with transformers: pip install "qgemm-torch[gguf]"') from error
+        raise ImportError(f'{path} is read with transformers: pip install "transformers>=5.17" "gguf>=0.10"') from error
     if not is_gguf_available():
-        raise ImportError(f"{path} is read with transformers and the package gguf: pip install gguf")
+        raise ImportError(f'{path} is read with the package gguf: pip install "gguf>=0.10"')
     try:
         config: dict[str, Any] = load_gguf_checkpoint(str(path))["config"]
     except Exception as error:  # transformers' code may raise anything for unexpected settings
