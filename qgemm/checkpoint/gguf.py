@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.gguf_config import ROTARY_FACTORS, llama3_scaling, model_config
+from qgemm.checkpoint.gguf_config import LONG_FACTORS, ROTARY_FACTORS, llama3_scaling, longrope_scaling, model_config
 from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile
 from qgemm.checkpoint.gguf_names import EXPERT, ModelNames, RowOrder
 from qgemm.checkpoint.gguf_types import READ_TYPES, BlockType
@@ -47,9 +47,12 @@ class GgufModel:
     def config(self, dtype: str) -> dict[str, Any]:
         """The config of the transformers model whose float part is of ``dtype``; raises as ``model_config`` does."""
         config = model_config(self.path, self.settings, dtype)
-        if (factors := self.stored.get(ROTARY_FACTORS)) is not None:
-            ((_, value),) = read_values({ROTARY_FACTORS: factors}, torch.device("cpu"))
-            config["rope_scaling"] = llama3_scaling(self.path, value, config)
+        names = [name for name in (ROTARY_FACTORS, *LONG_FACTORS) if name in self.stored]
+        factors = dict(read_values({name: self.stored[name] for name in names}, torch.device("cpu")))
+        if (of_llama := factors.pop(ROTARY_FACTORS, None)) is not None:
+            config["rope_scaling"] = llama3_scaling(self.path, of_llama, config)
+        if factors:
+            config |= longrope_scaling(self.path, factors, self.settings)
         return config
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -121,7 +124,7 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 f"{source.stored[name].path}: tensor {name} is of type {kind.name}; qgemm reads {', '.join(READ_TYPES)}"
             )
         target = names.find(name)
-        if name == ROTARY_FACTORS:
+        if name in (ROTARY_FACTORS, *LONG_FACTORS):
             contents.pass_over(name)
         elif target is not None:
             order = _row_order(source, names, name, target, model)
