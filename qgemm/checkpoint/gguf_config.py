@@ -166,7 +166,7 @@ def longrope_scaling(path: Path, factors: dict[str, Tensor], settings: dict[str,
     if architecture != "phi3" or type(length) is not int or factors.keys() != set(LONG_FACTORS):
         raise unsupported(f"{path}: {' and '.join(factors)} scale positions as qgemm reads it for Phi 3 alone")
     short, long = (factors[name].double().tolist() for name in LONG_FACTORS)
-    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     factor = settings.get(f"{architecture}.rope.scaling.attn_factor")
     if isinstance(factor, float):
         scaling["attention_factor"] = factor

@@ -29,6 +29,7 @@ _NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?")))
 _NUMBERS.update({10: "Q", 11: "q", 12: "d"})
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
+_MOST_EXPERTS = 1 << 16
 _PIECE = 1 << 20
 
 
@@ -41,11 +42,11 @@ class GgufFile(TensorFile):
 
     def _take_header(self) -> bytes:
         self._header, self._at = bytearray(), 0
-        if (magic := self._take(4)) != _MAGIC:
-            raise ValueError("it is big-endian" if magic == _MAGIC[::-1] else "it doesn't begin with GGUF")
+        if self._take(4) != _MAGIC:
+            raise ValueError("it doesn't begin with GGUF")
         version, tensors, settings = self._unpack("IQQ")
         if version not in _VERSIONS:
-            raise ValueError(f"its version is {version}")
+            raise ValueError("it is big-endian" if version >> 24 in _VERSIONS else f"its version is {version}")
         self.metadata = {}
         self.settings = {}
         for _ in range(settings):
@@ -92,6 +93,8 @@ class GgufFile(TensorFile):
         stored = kind.stored_shape(shape)
         experts = _EXPERTS.fullmatch(name) if len(shape) == 3 else None
         count = shape[0] if experts else 1
+        if count > _MOST_EXPERTS:
+            raise ValueError(f"tensor {name} has the shape {list(shape)}")
         nbytes = kind.bytes_of(shape) // max(count, 1)
         for index in range(count):
             own = f"{experts[1]}.{index}.{experts[2]}" if experts else name

@@ -45,6 +45,7 @@ def write_file(path: Path, architecture: str, settings: dict[str, Any], tensors:
     ``settings``: numbers, texts and lists by name, which are of ``architecture`` if they don't say of what else.
     """
     writer = GGUFWriter(path, architecture)
+    writer.data_alignment = settings.get("general.alignment", writer.data_alignment)
     for name, value in settings.items():
         whole = name if name.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{name}"
         if isinstance(value, list):
