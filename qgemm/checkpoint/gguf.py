@@ -51,7 +51,7 @@ class GgufModel:
         factors = dict(read_values({name: self.stored[name] for name in names}, torch.device("cpu")))
         if (of_llama := factors.pop(ROTARY_FACTORS, None)) is not None:
             config["rope_scaling"] = llama3_scaling(self.path, of_llama, config)
-        if factors:
+        if factors or config.get("rope_scaling", {}).get("rope_type") == "longrope":
             config |= longrope_scaling(self.path, factors, self.settings)
         return config
 

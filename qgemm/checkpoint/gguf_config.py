@@ -66,7 +66,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_ext_factor": (1.0,),
     "ssm.dt_b_c_rms": (False,),
 }
-_OF_MIXTURES = ("gemma4", "gpt-oss", "minimax-m2", "qwen2moe", "qwen3moe")
+# Architectures that transformers has in its tables, although it doesn't read files as llama.cpp writes them.
+_MISREAD = ("deci", "gemma4", "gpt-oss")
+_OF_MIXTURES = ("minimax-m2", "qwen2moe", "qwen3moe")
 
 
 def model_config(path: Path, settings: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -78,9 +80,11 @@ def model_config(path: Path, settings: dict[str, Any], dtype: str) -> dict[str, 
     architecture = settings.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path} doesn't say of which architecture its model is")
+    if architecture in _MISREAD:
+        raise unsupported(f"{path}: transformers doesn't read {architecture} as llama.cpp writes it")
     try:
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.models.auto import modeling_auto
         from transformers.utils.import_utils import is_gguf_available
     except ImportError as error:
         raise ImportError(f'{path} is read with transformers: pip install "transformers>=5.17" "gguf>=0.10"') from error
@@ -90,15 +94,20 @@ def model_config(path: Path, settings: dict[str, Any], dtype: str) -> dict[str, 
         config: dict[str, Any] = load_gguf_checkpoint(str(path))["config"]
     except Exception as error:  # transformers' code may raise anything for unexpected settings
         raise unsupported(f"{path}: transformers can't read the settings of its model: {error}") from error
-    kind = config.get("model_type")
-    if "architectures" not in config and isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    if "architectures" not in config:
+        classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | (
+            modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        )
+        found = classes.get(str(config.get("model_type")))
+        config["architectures"] = [] if found is None else [found]
     own = {name.removeprefix(f"{architecture}."): value for name, value in settings.items()}
     _check_is_computed(path, own, architecture)
     for setting, name in _UNREAD.get(architecture, {}).items():
         if own.get(setting) is not None:
             config[name] = own[setting]
-    _add_of_heads(path, config, own, architecture)
+    _add_of_heads(config, own, architecture)
+    if config.get("is_gated_act"):  # T5's, all of whose files have gates; transformers would take relu for gelu
+        config["feed_forward_proj"] = "gated-gelu"
     config["dtype"] = dtype
     scaling = _scaling(path, own)
     if scaling is not None:
@@ -115,7 +124,7 @@ def _check_is_computed(path: Path, own: dict[str, Any], architecture: str) -> No
         raise unsupported(f"{path} is a mixture of experts, which transformers doesn't read as {architecture}")
 
 
-def _add_of_heads(path: Path, config: dict[str, Any], own: dict[str, Any], architecture: str) -> None:
+def _add_of_heads(config: dict[str, Any], own: dict[str, Any], architecture: str) -> None:
     """Adds to ``config`` which part of a head is rotated, and how queries are scaled."""
     width, heads = own.get("embedding_length"), own.get("attention.head_count")
     if not (type(width) is int and type(heads) is int and heads > 0):
@@ -133,7 +142,7 @@ def _scaling(path: Path, own: dict[str, Any]) -> dict[str, Any] | None:
     if said == "none" or (said == "linear" and factor in (None, 0.0, 1.0)):
         return None
     if said == "longrope":
-        return None  # its tensors say how
+        return {"rope_type": said}  # tensors say how
     if own.get("rope.scaling.attn_factor", 1.0) != 1.0:
         raise unsupported(f"{path}: rope.scaling.attn_factor is {own['rope.scaling.attn_factor']}")
     if said not in _SCALINGS or not isinstance(factor, float) or not math.isfinite(factor) or factor < 1:
@@ -164,7 +173,10 @@ def longrope_scaling(path: Path, factors: dict[str, Tensor], settings: dict[str,
     architecture = settings["general.architecture"]
     length = settings.get(f"{architecture}.rope.scaling.original_context_length")
     if architecture != "phi3" or type(length) is not int or factors.keys() != set(LONG_FACTORS):
-        raise unsupported(f"{path}: {' and '.join(factors)} scale positions as qgemm reads it for Phi 3 alone")
+        raise unsupported(
+            f"{path}: positions are scaled as LongRoPE does, which qgemm reads for Phi 3 alone, from "
+            f"original_context_length, {' and '.join(LONG_FACTORS)}"
+        )
     short, long = (factors[name].double().tolist() for name in LONG_FACTORS)
     scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     factor = settings.get(f"{architecture}.rope.scaling.attn_factor")

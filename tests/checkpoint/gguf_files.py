@@ -14,7 +14,7 @@ from qgemm.nn.linear_layer import is_conv1d
 
 Array = np.ndarray[Any, Any]
 Tensors = dict[str, Array | tuple[str, Array]]
-_NEVER_QUANTIZED = re.compile(r"inp\.|norm|conv|ssm_x|ssm_dt|position")
+_NEVER_QUANTIZED = re.compile(r"inp\.|norm|conv|ssm_x|ssm_dt|position|rel_b")
 # Where the float16 numbers of a block begin.
 HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
@@ -92,6 +92,8 @@ def _in_file(names: Any, model: nn.Module, name: str, shape: tuple[int, ...]) ->
         block, half = name.split(".")[2], (shape[0], shape[1] // 2, shape[2])
         return [(f"blk.{block}.ffn_{part}_exps.weight", half) for part in ("gate", "up")]
     stem, dot, suffix = name.rpartition(".")
+    if name.endswith("e_score_correction_bias"):
+        return [(f"blk.{name.split('.')[2]}.exp_probs_b.bias", shape)]
     if suffix not in ("weight", "bias"):
         stem, dot, suffix = (name, ".", "weight") if "experts" in name else (name, "", "")
     own = names.get_name(stem) or names.get_name(stem.partition(".")[2])

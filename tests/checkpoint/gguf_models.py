@@ -31,6 +31,11 @@ _SHARED = {"expert_shared_feed_forward_length": 96}
 _MAMBA = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.time_step_rank": 4}
 _GEMMA = {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32}
 _SLIDING = {**_RMS, **_HEADS, "attention.sliding_window": 8}
+_T5 = {**_NORM, "attention.key_length": 16, "attention.relative_buckets_count": 8}
+_OF_T5 = {
+    **{"d_kv": 16, "d_ff": 128, "num_layers": 2, "relative_attention_num_buckets": 8},
+    "feed_forward_proj": "gated-gelu",
+}
 # By architecture: the type in transformers, and what differs from the above in the file and in the config.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bloom": ("bloom", {**_NORM, "attention.head_count_kv": 4}, {}),
@@ -59,22 +64,32 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {**_RMS, **_HEADS}, {"head_dim": 32}),
     "qwen3moe": ("qwen3_moe", {**_RMS, **_HEADS, **_EXPERTS}, {**_OF_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "minimax-m2": (
+        "minimax_m2",
+        {**_RMS, **_HEADS, **_EXPERTS, "rope.dimension_count": 8, "expert_feed_forward_length": 128},
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 8},
+    ),
     "stablelm": ("stablelm", {**_NORM, "rope.dimension_count": 8}, {"partial_rotary_factor": 0.5}),
     "starcoder2": ("starcoder2", _NORM, {}),
+    "t5": ("t5", _T5, _OF_T5),
+    "t5encoder": ("t5", _T5, _OF_T5),
 }
 
 
 def float_model(architecture: str, **changes: Any) -> nn.Module:
     """The model of transformers, on meta."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5EncoderModel
 
     kind, _, own = MODELS[architecture]
     known = AutoConfig.for_model(kind)
     values = {name: value for name, value in _CONFIG.items() if hasattr(known, name)}
     if hasattr(known, "rope_parameters"):
         values["rope_theta"] = 5000.0
+    config = AutoConfig.for_model(kind, **{**values, **own, **changes})
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**values, **own, **changes}))
+        if architecture == "t5encoder":
+            return T5EncoderModel(config)
+        return (AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM).from_config(config)
 
 
 def write_model(
