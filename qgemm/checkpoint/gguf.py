@@ -31,6 +31,8 @@ from qgemm.nn.linear_layer import is_conv1d
 
 FORMAT = "gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_HEAD = "output.weight"
+_ALWAYS_TIED = ("bloom", "falcon")
 # Encoders of images beside a language model, in files of their own.
 _PROJECTOR = "mmproj"
 
@@ -47,6 +49,8 @@ class GgufModel:
     def config(self, dtype: str) -> dict[str, Any]:
         """The config of the transformers model whose float part is of ``dtype``; raises as ``model_config`` does."""
         config = model_config(self.path, self.settings, dtype)
+        if _HEAD in self.stored and config.get("model_type") not in _ALWAYS_TIED:
+            config["tie_word_embeddings"] = False  # transformers looks for it in the first part alone
         names = [name for name in (ROTARY_FACTORS, *LONG_FACTORS) if name in self.stored]
         factors = dict(read_values({name: self.stored[name] for name in names}, torch.device("cpu")))
         if (of_llama := factors.pop(ROTARY_FACTORS, None)) is not None:
@@ -132,6 +136,11 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 _note_float(contents, source, names, name, target, model)
             else:
                 _note_layer(contents, source, name, split_name(target)[0], order)
+    if not contents.manifest.layers:
+        raise CheckpointError(
+            f"{source.path} holds no quantized layer: load its floats with transformers' from_pretrained(folder, "
+            "gguf_file=...), and call qgemm.quantize_model"
+        )
     return contents
 
 

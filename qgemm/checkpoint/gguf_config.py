@@ -144,7 +144,8 @@ def _scaling(path: Path, own: dict[str, Any]) -> dict[str, Any] | None:
     if said == "longrope":
         return {"rope_type": said}  # tensors say how
     if own.get("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise unsupported(f"{path}: rope.scaling.attn_factor is {own['rope.scaling.attn_factor']}")
+        factor = own["rope.scaling.attn_factor"]
+        raise unsupported(f"{path}: rope.scaling.attn_factor is {factor}, which qgemm reads for LongRoPE alone")
     if said not in _SCALINGS or not isinstance(factor, float) or not math.isfinite(factor) or factor < 1:
         raise unsupported(f"{path}: positions are scaled as {said!r} by {factor}, which qgemm doesn't read from GGUF")
     scaling: dict[str, Any] = {"rope_type": said, "factor": factor}

@@ -97,8 +97,13 @@ def write_model(
 ) -> Path:
     """Writes a model of ``architecture`` whose weights are of type ``kind``.
 
-    ``more``: tensors in addition. ``changes``: other settings, with ``__`` for a dot; None for one that isn't there.
+    ``more``: tensors in addition. ``changes``: other settings, with ``__`` for a dot.
     """
-    settings = {**_SETTINGS, **MODELS[architecture][1], **{name.replace("__", "."): v for name, v in changes.items()}}
     tensors = random_tensors(float_model(architecture), architecture, kind) | (more or {})
-    return write_file(path, architecture, {name: v for name, v in settings.items() if v is not None}, tensors)
+    return write_file(path, architecture, settings_of(architecture, **changes), tensors)
+
+
+def settings_of(architecture: str, **changes: Any) -> dict[str, Any]:
+    """The settings of a file, without its architecture; ``changes`` as in ``write_model``."""
+    changed = {name.replace("__", "."): value for name, value in changes.items()}
+    return {**_SETTINGS, **MODELS[architecture][1], **changed}
