@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -71,8 +72,11 @@ _MISREAD = ("deci", "gemma4", "gpt-oss")
 _OF_MIXTURES = ("minimax-m2", "qwen2moe", "qwen3moe")
 
 
-def model_config(path: Path, settings: dict[str, Any], dtype: str) -> dict[str, Any]:
+def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str) -> dict[str, Any]:
     """The config, as in a ``config.json``, of the model in the file at ``path``, whose ``settings`` these are.
+
+    ``header``: a file with these settings, and tensors without values, of all parts. It is what transformers reads: it
+    takes seconds for the tokens of a vocabulary, and looks for the head in the first part of a model alone.
 
     Raises ``CheckpointError`` for an architecture that transformers doesn't read from GGUF, and for settings that
     aren't valid; ``ImportError`` without transformers or the package gguf.
@@ -91,7 +95,9 @@ def model_config(path: Path, settings: dict[str, Any], dtype: str) -> dict[str, 
     if not is_gguf_available():
         raise ImportError(f'{path} is read with the package gguf: pip install "gguf>=0.10"')
     try:
-        config: dict[str, Any] = load_gguf_checkpoint(str(path))["config"]
+        with TemporaryDirectory() as folder:
+            (small := Path(folder) / path.name).write_bytes(header)
+            config: dict[str, Any] = load_gguf_checkpoint(str(small))["config"]
     except Exception as error:  # transformers' code may raise anything for unexpected settings
         raise unsupported(f"{path}: transformers can't read the settings of its model: {error}") from error
     if "architectures" not in config:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 from qgemm.checkpoint.gguf_types import TYPES, BlockType
@@ -31,14 +32,19 @@ _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 _MOST_EXPERTS = 1 << 16
 _PIECE = 1 << 20
+_LONG_LIST = 1 << 14
 
 
 class GgufFile(TensorFile):
-    """An open GGUF file. ``settings``: its numbers and texts by name. ``types``: the block type of each tensor."""
+    """An open GGUF file. ``settings``: its numbers and texts by name. ``types``: the block type of each tensor.
+
+    ``stored_settings``: each setting as it is in the file, but for long lists, which are empty.
+    """
 
     kind = "GGUF"
     settings: dict[str, Any]
     types: dict[str, BlockType]
+    stored_settings: list[bytes]
 
     def _take_header(self) -> bytes:
         self._header, self._at = bytearray(), 0
@@ -48,13 +54,19 @@ class GgufFile(TensorFile):
         if version not in _VERSIONS:
             raise ValueError("it is big-endian" if version >> 24 in _VERSIONS else f"its version is {version}")
         self.metadata = {}
-        self.settings = {}
+        self.settings, self.stored_settings = {}, []
         for _ in range(settings):
+            begin = self._at
             name = self._text()
+            after_types = self._at + 8
             value = self._value(*self._unpack("I"))
             if name in self.settings:
                 raise ValueError(f"it has two settings {name}")
             self.settings[name] = value
+            is_long = value is None and self._at - begin > _LONG_LIST
+            self.stored_settings.append(
+                bytes(self._header[begin:after_types]) + bytes(8) if is_long else bytes(self._header[begin : self._at])
+            )
         entries = [self._entry() for _ in range(tensors)]
         alignment = self.settings.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment % 8:
@@ -136,6 +148,15 @@ class GgufFile(TensorFile):
         found = bytes(self._header[self._at : end])
         self._at = end
         return found
+
+
+def header_of(settings: list[bytes], names: Iterable[str]) -> bytes:
+    """A file with these ``stored_settings``, and tensors of these names without values."""
+    entries = [
+        struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 0, 0, 0) for name in map(str.encode, names)
+    ]
+    header = _MAGIC + struct.pack("<IQQ", _VERSIONS[-1], len(entries), len(settings)) + b"".join(settings + entries)
+    return header + bytes(-len(header) % 4096)
 
 
 def _number(number: int) -> str:

@@ -117,7 +117,7 @@ def test_architectures_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="architecture granite is not supported yet"):
         read_gguf(path).config("float32")
     with pytest.raises(CheckpointError, match="doesn't say of which architecture"):
-        model_config(path, {}, "float32")
+        model_config(path, {}, b"", "float32")
 
 
 @pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])
@@ -126,6 +126,12 @@ def test_the_scale_of_queries(architecture: str, layers: int, tmp_path: Path) ->
     for count, size in ((layers, 16), (2, 32)):
         path = write_file(tmp_path / "a.gguf", architecture, settings_of(architecture, block_count=count), {})
         assert read_gguf(path).config("float32")["query_pre_attn_scalar"] == size
+
+
+def test_a_vocabulary(tmp_path: Path) -> None:
+    """Its size is that of the embedding; transformers would take seconds to read the tokens."""
+    path = write_model(tmp_path / "a.gguf", "gpt2", tokenizer__ggml__tokens=[str(each) for each in range(5000)])
+    assert read_gguf(path).config("float32")["vocab_size"] == 97
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

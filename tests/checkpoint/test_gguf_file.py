@@ -14,7 +14,7 @@ from gguf import GGUFEndian, GGUFReader, GGUFWriter
 
 from checkpoint.gguf_files import random_blocks, write_file
 from qgemm.checkpoint import CheckpointError
-from qgemm.checkpoint.gguf_file import GgufFile
+from qgemm.checkpoint.gguf_file import GgufFile, header_of
 from qgemm.checkpoint.tensor_file import Place
 
 SETTINGS: dict[str, Any] = {
@@ -52,6 +52,23 @@ def test_it_reads_what_the_package_does(path: Path) -> None:
             assert file.read(name).numpy().tobytes() == np.ascontiguousarray(theirs[name].data).tobytes()
         experts = torch.cat([file.read(name) for name in names])
         assert experts.numpy().tobytes() == theirs["blk.0.ffn_up_exps.weight"].data.tobytes()
+
+
+def test_a_header_without_values(tmp_path: Path) -> None:
+    """It has every setting, but long lists are empty, and tensors too."""
+    settings = {**SETTINGS, "tokenizer.ggml.merges": [f"a b{each}" for each in range(2000)]}
+    path = write_file(tmp_path / "a.gguf", "llama", settings, {"a": np.ones(5, dtype=np.float32)})
+    with GgufFile(path) as file:
+        (tmp_path / "b.gguf").write_bytes(header_of(file.stored_settings, ["a", "ü"]))
+    whole, header = GGUFReader(path), GGUFReader(tmp_path / "b.gguf")
+    counts = {"GGUF.tensor_count": 2, "tokenizer.ggml.merges": []}
+    names = [name for name in whole.fields if name != "GGUF.version"]
+    assert {name: header.fields[name].contents() for name in names} == {
+        name: counts.get(name, whole.fields[name].contents()) for name in names
+    }
+    assert [(tensor.name, tensor.n_elements) for tensor in header.tensors] == [("a", 0), ("ü", 0)]
+    with GgufFile(tmp_path / "b.gguf") as file:
+        assert [place.shape for place in file.places.values()] == [(0,), (0,)]
 
 
 def text(value: str) -> bytes:
@@ -164,7 +181,7 @@ def test_changed_bytes(path: Path) -> None:
     content = path.read_bytes()
     rng = random.Random(0)
     refused = 0
-    for position in range(content.index(b"empty") + 32):
+    for position in range(0, content.index(b"empty") + 32, 2):
         changed = bytearray(content)
         changed[position] ^= rng.choice((1, 0x80, 0xFF))
         path.write_bytes(changed)
@@ -173,4 +190,4 @@ def test_changed_bytes(path: Path) -> None:
                 assert all(place.stop <= len(content) for place in file.places.values())
         except CheckpointError:
             refused += 1
-    assert refused > 100
+    assert refused > 50
