@@ -100,6 +100,8 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
             config: dict[str, Any] = load_gguf_checkpoint(str(small))["config"]
     except Exception as error:  # transformers' code may raise anything for unexpected settings
         raise unsupported(f"{path}: transformers can't read the settings of its model: {error}") from error
+    if architecture == "llama":
+        config["model_type"] = "llama"  # where transformers says mistral, it has no names
     if "architectures" not in config:
         classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | (
             modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -128,6 +128,11 @@ def test_the_scale_of_queries(architecture: str, layers: int, tmp_path: Path) ->
         assert read_gguf(path).config("float32")["query_pre_attn_scalar"] == size
 
 
+def test_a_model_called_mistral(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "a.gguf", "llama", general__name="mistral")
+    assert type(qgemm.load_quantized(path)).__name__ == "LlamaForCausalLM"
+
+
 def test_a_vocabulary(tmp_path: Path) -> None:
     """Its size is that of the embedding; transformers would take seconds to read the tokens."""
     path = write_model(tmp_path / "a.gguf", "gpt2", tokenizer__ggml__tokens=[str(each) for each in range(5000)])
