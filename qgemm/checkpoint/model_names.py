@@ -288,7 +288,7 @@ def _check_alike(contents: Contents, experts: Mapping[str, FloatExperts]) -> Non
 def _why_apart(scheme: QuantScheme, layer: LinearLayer, parts: int) -> str:
     """Why layers like ``layer`` can't be put together, where ``parts`` of them form a weight of an expert."""
     if not scheme.weight.is_stored_as(scheme.for_experts().weight):
-        return "which qgemm doesn't compute"
+        return "which qgemm doesn't compute: give a scheme to convert it to as it is loaded, such as scheme='int8'"
     if parts > 1 and layer.out_features % layer.rows_in_step:
         return f"whose blocks of {layer.rows_in_step} rows would hold both gates and ups"
     return ""
