@@ -2,7 +2,8 @@
 
 The format, in little-endian numbers: ``GGUF``, its version (2 or 3), the number of tensors and of settings; the
 settings, each a name, a type and a value; for each tensor its name, its dimensions (the last one first), its type, and
-where its bytes are after the header. The library isn't used for reading values, for the same reasons as that of safetensors.
+where its bytes are after the header. The library isn't used for reading values, for the same reasons as that of
+safetensors.
 
 Tensors of a quantized type are uint8 ``[..., bytes of a row]`` here. The weights of experts, which are one tensor
 ``blk.0.ffn_up_exps.weight`` in the file, are listed one by one, as ``blk.0.ffn_up_exps.3.weight``.
