@@ -17,6 +17,7 @@ from qgemm.checkpoint.disk import make_folder, open_regular, replacing, sync_fil
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import check_no_adapter, checkpoint_files
 from qgemm.checkpoint.locking import locked
+from qgemm.nn import QuantLayer
 from qgemm.streaming.companions import find_companions
 from qgemm.warn import warn_user
 from qgemm_cli.commands.inspect import examine
@@ -37,9 +38,14 @@ def convert(
     opened = open_checkpoint(source)
     if opened.format == FLOAT:
         raise CheckpointError(f"{source} is a float checkpoint: quantize it with qgemm quantize")
+    if opened.gguf is not None and not any(kind.is_quantized for kind in opened.gguf.types.values()):
+        raise CheckpointError(
+            f"{source} is in float: quantize the model as transformers saves it, or load this in Python, with "
+            "qgemm.load_quantized, and call qgemm.quantize_model"
+        )
     if opened.place is None:
         raise CheckpointError(f"{source} is a single file; qgemm converts a folder, with its config, or a GGUF file")
-    if opened.contents is None:
+    if opened.contents is None and (opened.gguf is None or scheme is None):  # what fits its model in no other scheme
         raise CheckpointError(opened.refusal or opened.problems[0])
     if opened.folder is not None:
         check_no_adapter(opened.folder)
@@ -47,11 +53,10 @@ def convert(
         raise ValueError(f"{destination} is the folder to read from: write to another one")
     if destination.is_dir() and (old := checkpoint_files(destination)) and not overwrite:
         raise ValueError(f"{destination} already holds {', '.join(old)}; pass --overwrite to replace them")
-    layers, files = len(opened.contents.manifest.layers), opened.files
-    opened.contents = opened.matching = None  # before there is another model
     model = qgemm.load_quantized(opened.place, scheme=scheme)
     with _companions(opened) as others:
         copied = _write(model, others, destination, overwrite, max_shard_size=max_shard_size, format=to)
+    layers = sum(isinstance(module, QuantLayer) for module in model.modules())
     del model
     written = examine(destination, verify=True)
     if problems := written["problems"] or ([] if written["loads"] else [written["refusal"]]):
@@ -62,7 +67,7 @@ def convert(
         "from": opened.format,
         "to": to,
         "layers": layers,
-        "bytes_before": sum(file.stat().st_size for file in files),
+        "bytes_before": sum(file.stat().st_size for file in opened.files),
         "bytes_after": written["bytes"]["disk"],
         "files": [file["name"] for file in written["files"]],
         "copied": copied,
