@@ -78,7 +78,8 @@ class Checkpoint:
     @property
     def files(self) -> list[Path]:
         """The files with tensors."""
-        return sorted({tensor.path for tensor in self.stored.values()})
+        first = () if self.gguf is None else (self.gguf.path,)
+        return sorted({*first, *(tensor.path for tensor in self.stored.values())})
 
     @property
     def place(self) -> Path | None:

@@ -2,8 +2,7 @@
 
 The format, in little-endian numbers: ``GGUF``, its version (2 or 3), the number of tensors and of settings; the
 settings, each a name, a type and a value; for each tensor its name, its dimensions (the last one first), its type, and
-where its bytes are after the header. The library isn't used for reading values, for the same reasons as that of
-safetensors.
+where its bytes are after the header. The library isn't used for reading values, for the same reasons as that of safetensors.
 
 Tensors of a quantized type are uint8 ``[..., bytes of a row]`` here. The weights of experts, which are one tensor
 ``blk.0.ffn_up_exps.weight`` in the file, are listed one by one, as ``blk.0.ffn_up_exps.3.weight``.
@@ -28,6 +27,8 @@ _EXPERTS = re.compile(r"(.*_exps)\.(weight)")
 _NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?")))
 _NUMBERS.update({10: "Q", 11: "q", 12: "d"})
 _STRING, _ARRAY = 8, 9
+# Far more than any model has: tensors, then with experts one by one, and values in lists, which are tokens mostly.
+_MOST_STORED, _MOST_TENSORS, _MOST_LISTED = 1 << 16, 1 << 18, 1 << 22
 _MOST_DIMENSIONS = 4
 _PIECE = 1 << 20
 
@@ -40,6 +41,7 @@ class GgufFile(TensorFile):
     types: dict[str, BlockType]
 
     def _take_header(self) -> bytes:
+        self._listed = 0
         self._header, self._at = bytearray(), 0
         if (magic := self._take(4)) != _MAGIC:
             raise ValueError("it is big-endian" if magic == _MAGIC[::-1] else "it doesn't begin with GGUF")
@@ -54,6 +56,8 @@ class GgufFile(TensorFile):
             if name in self.settings:
                 raise ValueError(f"it has two settings {name}")
             self.settings[name] = value
+        if tensors > _MOST_STORED:
+            raise ValueError(f"it has {tensors} tensors, more than {_MOST_STORED}")
         entries = [self._entry() for _ in range(tensors)]
         alignment = self.settings.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment % 8:
@@ -100,6 +104,8 @@ class GgufFile(TensorFile):
             begin = start + index * nbytes
             self.places[own] = Place(kind.code, stored[1:] if experts else stored, begin, begin + nbytes)
             self.types[own] = kind
+            if len(self.places) > _MOST_TENSORS:
+                raise ValueError(f"it has more than {_MOST_TENSORS} tensors, the weights of experts among them")
 
     def _value(self, number: int) -> Any:
         """A setting's value; None for a list, which is passed over."""
@@ -108,6 +114,9 @@ class GgufFile(TensorFile):
         if number != _ARRAY:
             return self._unpack(_number(number))[0]
         inside, count = self._unpack("IQ")
+        self._listed += count
+        if self._listed > _MOST_LISTED:
+            raise ValueError(f"its lists have {self._listed} values, more than {_MOST_LISTED}")
         if inside == _STRING:
             for _ in range(count):
                 self._take(self._unpack("Q")[0])

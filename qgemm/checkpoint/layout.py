@@ -155,10 +155,9 @@ def _check_is_of_one_model(folder: Path) -> None:
     check_no_pickles(folder)
     names = sorted(path.name for path in folder.iterdir())
     if found := next((name for name in names if name.lower().endswith(_OF_OTHER_LIBRARIES)), None):
-        other = ", and load_quantized GGUF files" if found.endswith(".gguf") else ""
         raise CheckpointError(
-            f"{folder} holds {found}, and no {WEIGHTS_FILE}: qgemm reads safetensors files alone{other}. Start from the "
-            "model as transformers saves it"
+            f"{folder} holds {found}, and no {WEIGHTS_FILE}: qgemm reads safetensors files alone. Start from the model "
+            "as transformers saves it"
         )
     if any(_SHARED.fullmatch(name) for name in names):
         return  # one of several shards whose index is missing

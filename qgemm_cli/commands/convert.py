@@ -38,11 +38,6 @@ def convert(
     opened = open_checkpoint(source)
     if opened.format == FLOAT:
         raise CheckpointError(f"{source} is a float checkpoint: quantize it with qgemm quantize")
-    if opened.gguf is not None and not any(kind.is_quantized for kind in opened.gguf.types.values()):
-        raise CheckpointError(
-            f"{source} is in float: quantize the model as transformers saves it, or load this in Python, with "
-            "qgemm.load_quantized, and call qgemm.quantize_model"
-        )
     if opened.place is None:
         raise CheckpointError(f"{source} is a single file; qgemm converts a folder, with its config, or a GGUF file")
     if opened.contents is None and (opened.gguf is None or scheme is None):  # what fits its model in no other scheme

@@ -87,7 +87,7 @@ def test_a_pickle(source: Path, tmp_path: Path) -> None:
     [
         (
             "model-Q4_K_M.gguf",
-            r"holds model-Q4_K_M\.gguf, and no .*: qgemm reads safetensors files alone, and load_quantized GGUF files",
+            r"holds model-Q4_K_M\.gguf, and no .*: qgemm reads safetensors files alone",
         ),
         ("model.onnx", r"holds model\.onnx, and no"),
         (
