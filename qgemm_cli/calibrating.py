@@ -27,8 +27,9 @@ from qgemm.device import find_device
 from qgemm.model.report import QuantReport
 from qgemm.quantize import quantize
 from qgemm.streaming.companions import find_companions_to_copy
-from qgemm_cli.logits import build_float, load_float, load_tokenizer
+from qgemm_cli.logits import build_float, load_float
 from qgemm_cli.reading import FLOAT, open_checkpoint
+from qgemm_cli.tokenizer import load_tokenizer
 
 _FILES = (".yaml", ".yml", ".json")
 

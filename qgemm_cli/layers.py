@@ -11,6 +11,7 @@
 | GPTQ | ``qweight`` int32 ``[K * bits / 32, N]`` with ``scales`` ``[groups, N]`` and ``qzeros`` |
 | AWQ | ``qweight`` int32 ``[K, N * bits / 32]`` with the same |
 | HQQ | ``W_q`` uint8 with ``scale``, ``zero`` and ``shape`` |
+| GGUF | a tensor of a type of blocks; of experts, a tensor each |
 | torchao | ``_weight_qdata`` int8 or float8 ``[N, K]`` with ``_weight_scale``; in 4 bits packed, as a reader knows |
 """
 
@@ -25,9 +26,11 @@ import torch
 
 from qgemm.checkpoint.bitsandbytes_4bit import KINDS, STATE
 from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.gguf import GgufModel
+from qgemm.checkpoint.gguf_types import TYPES
 from qgemm.checkpoint.recognition import FP8_DTYPES
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.packing import packed_width
 from qgemm_cli.reading import Checkpoint
@@ -35,10 +38,13 @@ from qgemm_cli.reading import Checkpoint
 MATRICES = ("linear", "experts")
 """The kinds of layers that take part in matrix products, and so can be quantized."""
 
+BLOCKS = frozenset(kind.name for kind in TYPES.values() if kind.is_quantized)
+"""What GGUF calls its types of blocks."""
+
 _FOUR_BIT_STATE = re.compile(r"(.*)\.(weight\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\..*))")
 _COMPANIONS = re.compile(r"(.*?)_(scale|scales|scale_inv|bias|blocks|zero_point|global_scale)")
 # "embed_out" is an output head.
-_EMBEDDING = re.compile(r"embed(?!_out)|^wte$|^wpe$|^shared$|relative_attention_bias")
+_EMBEDDING = re.compile(r"embed(?!_out)|embd|^wte$|^wpe$|^shared$|relative_attention_bias")
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class StoredLayer:
     """A layer, or another part of a module's tensors.
 
     - ``kind``: ``"linear"``, ``"experts"`` (the weights of all experts in one tensor), ``"embedding"`` or ``"other"``.
-    - ``storage``: how its weight is stored: ``"int8"``, ``"fp8"``, ``"int4"``, or a float dtype's name.
+    - ``storage``: how its weight is stored: ``"int8"``, ``"fp8"``, ``"int4"``, one of ``BLOCKS``, or a float dtype.
     - ``shape``: of the weight in the product, ``[N, K]``, however it is packed.
     - ``tensors``: by the rest of their names after the layer's name.
     """
@@ -60,7 +66,8 @@ class StoredLayer:
     @property
     def is_quantized(self) -> bool:
         """Whether its weight is stored in fewer than 16 bits."""
-        return (self.storage in FORMATS or self.storage.startswith(("int", "uint"))) and self.kind in MATRICES
+        is_packed = self.storage in FORMATS or self.storage in BLOCKS or self.storage.startswith(("int", "uint"))
+        return is_packed and self.kind in MATRICES
 
     @property
     def module(self) -> str:
@@ -96,6 +103,8 @@ def is_scale(leaf: str) -> bool:
 
 def find_layers(checkpoint: Checkpoint) -> list[StoredLayer]:
     """The layers in ``checkpoint``, in its order; packed weights have 4 bits unless the config says otherwise."""
+    if checkpoint.gguf is not None:
+        return _layers_of_gguf(checkpoint, checkpoint.gguf)
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in checkpoint.stored.items():
         if match := _FOUR_BIT_STATE.fullmatch(name):
@@ -105,6 +114,42 @@ def find_layers(checkpoint: Checkpoint) -> list[StoredLayer]:
         modules.setdefault(module, {})[leaf] = tensor
     bits, contents = checkpoint.bits or 4, checkpoint.contents
     return [layer for name, tensors in modules.items() for layer in _layers_of(name, tensors, bits, contents)]
+
+
+def _layers_of_gguf(checkpoint: Checkpoint, source: GgufModel) -> list[StoredLayer]:
+    """The layers by the names of the model that ``contents`` fit, if there are any; experts become one layer."""
+    parts: dict[str, list[str]] = {}
+    experts: dict[str, int] = {}
+    for name in source.stored:
+        targets = [] if checkpoint.contents is None else checkpoint.contents.conversion_of(name).targets
+        target = next(filter(None, targets), None)
+        own = name if target is None else target.name
+        parts.setdefault(own, []).append(name)
+        if target is not None and len(target.whole) == 3:
+            experts[own] = target.whole[0]
+    modules: dict[str, dict[str, str]] = {}
+    found = []
+    for own, names in parts.items():
+        if own not in experts:
+            module, leaf = split_name(own)
+            modules.setdefault(module, {}).update({leaf: names[0]} | {name: name for name in names[1:]})
+            continue
+        total, K = sum(math.prod(source.shape(name)) for name in names), source.shape(names[0])[-1]
+        whole = experts[own], total // max(experts[own] * K, 1), K
+        storage = ", ".join(dict.fromkeys(checkpoint.storage_of(name) for name in names))
+        found.append(StoredLayer(own, "experts", storage, whole, {name: source.stored[name] for name in names}))
+    for module, own_names in modules.items():
+        name = max(own_names.values(), key=lambda name: math.prod(source.shape(name)))
+        shape, kind = source.shape(own_names.get("weight", name)), "other"
+        if "weight" in own_names and len(shape) == 2:
+            name, kind = own_names["weight"], "embedding" if _is_embedding(module) else "linear"
+        tensors = {leaf: source.stored[name] for leaf, name in own_names.items()}
+        found.append(StoredLayer(module, kind, checkpoint.storage_of(name), shape, tensors))
+    return found
+
+
+def _is_embedding(module: str) -> bool:
+    return _EMBEDDING.search(module.rpartition(".")[2]) is not None
 
 
 def _layers_of(
@@ -195,7 +240,6 @@ def _plain(module: str, tensors: dict[str, StoredTensor]) -> tuple[str, str, tup
             return "linear", KINDS[kind].name if kind in KINDS else kind, (2 * math.prod(weight.shape),)
     if len(weight.shape) != 2:
         return None
-    is_embedding = _EMBEDDING.search(module.rpartition(".")[2]) is not None
     if weight.dtype == torch.uint8 and any(map(is_scale, tensors)):
         return "linear", "fp4", (weight.shape[0], 2 * weight.shape[1])
     if weight.dtype in (torch.int8, *FP8_DTYPES):
@@ -204,7 +248,7 @@ def _plain(module: str, tensors: dict[str, StoredTensor]) -> tuple[str, str, tup
         (n, k), bias = weight.shape, tensors.get("bias")
         if bias is not None and bias.shape == (k,) != (n,):
             n, k = k, n  # transformers' Conv1D stores its float weight as [K, N]
-        return "embedding" if is_embedding else "linear", dtype_name(weight.dtype), (n, k)
+        return "embedding" if _is_embedding(module) else "linear", dtype_name(weight.dtype), (n, k)
     return None
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,12 @@ from torch import Tensor, nn
 
 import qgemm
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.gguf import GgufModel
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import open_source
+from qgemm_cli.output import bars_on_a_terminal
 from qgemm_cli.reading import FLOAT, Checkpoint
+from qgemm_cli.tokenizer import load_tokenizer
 
 _ROWS = 16  # of logits at a time, in float64: with a vocabulary of 150,000 they take 20 MB
 
@@ -25,16 +26,16 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> nn.Module:
 
     Raises ``CheckpointError`` for a checkpoint that neither can load.
     """
-    if checkpoint.folder is not None and checkpoint.contents is not None:
-        return qgemm.load_quantized(checkpoint.folder, device)
+    if checkpoint.place is not None and checkpoint.contents is not None:
+        return qgemm.load_quantized(checkpoint.place, device)
     return load_float(checkpoint, build_float(checkpoint), device)
 
 
 def build_float(checkpoint: Checkpoint) -> Any:
     """Builds the float model in ``checkpoint`` on meta; raises as ``load_model`` does."""
-    if checkpoint.folder is None:
+    if checkpoint.place is None:
         raise CheckpointError(f"{checkpoint.path} is a single file: to run a model, give its folder")
-    if checkpoint.format != FLOAT:
+    if checkpoint.format != FLOAT or checkpoint.folder is None:
         raise CheckpointError(checkpoint.refusal or checkpoint.problems[0])
     # The model on meta was built from a checked config; its class and the safe parts of its config are used here.
     with open_source(checkpoint.folder) as source:
@@ -43,7 +44,7 @@ def build_float(checkpoint: Checkpoint) -> Any:
 
 def load_float(checkpoint: Checkpoint, built: Any, device: torch.device) -> nn.Module:
     """Loads the float model in ``checkpoint``, in eval mode; ``built`` is the model on meta."""
-    with _bars_on_a_terminal():
+    with bars_on_a_terminal():
         model = type(built).from_pretrained(
             checkpoint.folder,
             config=built.config,
@@ -55,27 +56,12 @@ def load_float(checkpoint: Checkpoint, built: Any, device: torch.device) -> nn.M
     return loaded
 
 
-@contextmanager
-def _bars_on_a_terminal() -> Iterator[None]:
-    """Inside, transformers shows progress bars only on a terminal, as qgemm does."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    if was_on and not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
-
-
-def read_tokens(text: Path, folders: list[Path], most: int) -> Tensor:
-    """The first ``most`` tokens of a text file, int64 ``[T]``, by the first tokenizer in ``folders``.
+def read_tokens(text: Path, folders: list[Path], most: int, gguf: GgufModel | None = None) -> Tensor:
+    """The first ``most`` tokens of a text file, int64 ``[T]``, by the tokenizer that ``load_tokenizer`` finds.
 
     Raises ``ValueError`` if there is none, or if the text is too short to predict anything.
     """
-    tokenizer = load_tokenizer(folders, "pass --tokenizer FOLDER")
+    tokenizer = load_tokenizer(folders, "pass --tokenizer FOLDER", gguf)
     # On average a token has at least one character, so a huge file needn't be read whole.
     with text.open(encoding="utf-8") as file:
         content = file.read(_CHARACTERS_A_TOKEN * most)
@@ -85,17 +71,6 @@ def read_tokens(text: Path, folders: list[Path], most: int) -> Tensor:
     return tokens
 
 
-def load_tokenizer(folders: list[Path], way_out: str = "save the tokenizer there") -> Any:
-    """The first tokenizer in ``folders``; raises ``ValueError``, with the way out, if there is none."""
-    from transformers import AutoTokenizer
-
-    with_one = [folder for folder in folders if any((folder / name).is_file() for name in _TOKENIZER_FILES)]
-    if not with_one:
-        raise ValueError(f"{folders[0]} has no tokenizer: {way_out}")
-    return AutoTokenizer.from_pretrained(with_one[0], local_files_only=True, trust_remote_code=False)
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _CHARACTERS_A_TOKEN = 16
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -132,3 +133,18 @@ def progress_bar(title: str, total: float, shown: bool) -> Iterator[Callable[[fl
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task(title, total=total)
         yield lambda amount: progress.update(task, advance=amount)
+
+
+@contextmanager
+def bars_on_a_terminal() -> Iterator[None]:
+    """Inside, transformers shows progress bars only on a terminal, as qgemm does."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    if was_on and not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()

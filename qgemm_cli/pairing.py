@@ -10,14 +10,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from qgemm.checkpoint.contents import Contents, check_unheld
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.recognition import FP8_DTYPES
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
 from qgemm.nn import QuantExperts, QuantLinear, linear_class
@@ -75,8 +73,12 @@ def _pair(a: dict[str, FloatTensor], b: dict[str, FloatTensor], tied_in_b: dict[
 def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, FloatTensor]]:
     """The tensors of ``checkpoint`` by the model's names, if they are known, and by the names in the files."""
     contents = checkpoint.contents
-    if contents is not None and contents.is_foreign and checkpoint.folder is not None:
-        by_model = _of_model(checkpoint.folder, contents)
+    if checkpoint.gguf is not None and contents is None:
+        raise CheckpointError(checkpoint.refusal)
+    if contents is not None and checkpoint.is_foreign:
+        by_model = _of_model(checkpoint, contents)
+        if checkpoint.gguf is not None:
+            return [by_model]
         try:
             return [by_model, _in_files(checkpoint, source)]
         except CheckpointError:
@@ -94,14 +96,14 @@ def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, Floa
     return [in_files]
 
 
-def _of_model(folder: Path, contents: Contents) -> dict[str, FloatTensor]:
+def _of_model(checkpoint: Checkpoint, contents: Contents) -> dict[str, FloatTensor]:
     """The tensors of another library's checkpoint, as ``load_quantized`` makes them; empty if the model can't be built.
 
     Experts have the names and the order of ``QuantExperts``. Raises ``CheckpointError`` also for invalid values in
     tensors that the model doesn't use; ``contents``: the tensors by their names in the files.
     """
     try:
-        found = find_matching(folder)
+        found = checkpoint.match()
     except (CheckpointError, ImportError):
         check_unheld(contents)
         return {}

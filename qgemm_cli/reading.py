@@ -1,12 +1,16 @@
 """Opens a checkpoint of any format by its headers: its format, its contents, and its problems.
 
-No model is built and no values are read. Files may come from untrusted sources: names are only followed to files in the
-folder, and a damaged file is reported as a problem, so that the rest is still shown.
+No values are read, and no model is built except for GGUF files, whose names aren't the model's. Files may come from
+untrusted sources: names are only followed to files in the folder, and a damaged file is reported as a problem, so that
+the rest is still shown.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,8 @@ from qgemm.checkpoint import fp8, modelopt
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import method_of, read_contents, settings
+from qgemm.checkpoint.gguf import FORMAT as GGUF
+from qgemm.checkpoint.gguf import GgufModel, find_gguf, read_gguf
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -29,23 +35,30 @@ from qgemm.checkpoint.layout import (
     retry_while_saved,
     weights_file,
 )
+from qgemm.checkpoint.load import Matching, find_matching, match_gguf
+from qgemm.checkpoint.pretrained import model_config
 from qgemm.checkpoint.recognition import recognize
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_headers
+from qgemm.checkpoint.tensors import dtype_name
+from qgemm.streaming.source import Source, open_source
 
 FLOAT = "float"
 UNKNOWN = "unknown"
+_MOST_TYPES = 3  # that describe a GGUF file
 
 
 @dataclass
 class Checkpoint:
     """A checkpoint, as far as it can be read.
 
-    - ``folder``: None for a single file, whose ``config`` is empty.
+    - ``folder``: None for a single file. The ``config`` of a safetensors file is empty.
     - ``format``: ``"qgemm"``, ``"compressed-tensors"``, ``"bitsandbytes"``, ``"gptq"``, ``"awq"``, ``"fp8"``,
-      ``"torchao"``, ``"float"``, ``"unknown"``, or another ``quant_method`` that the config names.
+      ``"torchao"``, ``"gguf"``, ``"float"``, ``"unknown"``, or another ``quant_method`` that the config names.
     - ``variant``: a more detailed description, such as ``"int-quantized"`` or ``"4 bits"``; ``bits``: of packed
       weights.
     - ``contents``: as ``load_quantized`` reads it, or None with the ``refusal`` that it would raise.
+    - ``gguf``: the model as it is in GGUF files, by their names; None for other formats. ``contents`` are then those
+      that fit the model on meta, ``matching``.
     - ``problems``: what is wrong with the files.
     """
 
@@ -57,17 +70,56 @@ class Checkpoint:
     variant: str = ""
     bits: int | None = None
     contents: Contents | None = None
+    gguf: GgufModel | None = None
+    matching: Matching | None = None
     refusal: str = ""
     problems: list[str] = field(default_factory=list)
 
     @property
     def files(self) -> list[Path]:
         """The files with tensors."""
-        return sorted({tensor.path for tensor in self.stored.values()})
+        first = () if self.gguf is None else (self.gguf.path,)
+        return sorted({*first, *(tensor.path for tensor in self.stored.values())})
+
+    @property
+    def place(self) -> Path | None:
+        """What ``load_quantized`` gets; None for a single safetensors file."""
+        return self.folder if self.gguf is None else self.gguf.path
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is another library's, and can be read."""
+        return self.contents is not None and self.contents.is_foreign and self.place is not None
+
+    def match(self) -> Matching:
+        """Matches it to its model, as ``load_quantized`` does; raises as that does."""
+        if self.matching is None:
+            assert self.folder is not None
+            self.matching = find_matching(self.folder)
+        return self.matching
+
+    def storage_of(self, name: str) -> str:
+        """How the values of a tensor in the files are stored: a dtype, or a type of GGUF's blocks."""
+        if self.gguf is not None and self.gguf.types[name].is_quantized:
+            return self.gguf.types[name].name
+        dtype = self.stored[name].dtype
+        return "unknown" if dtype is None else dtype_name(dtype)
+
+    @contextmanager
+    def open_source(self) -> Iterator[Source]:
+        """Opens the files to read values; raises ``CheckpointError`` for a single safetensors file."""
+        if self.gguf is not None:
+            with closing(Source(self.gguf.path.parent, self.stored, {})) as source:
+                yield source
+        elif self.folder is None:
+            raise CheckpointError(f"{self.path} is a single file: give its folder")
+        else:
+            with open_source(self.folder) as source:
+                yield source
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens the checkpoint at ``path``: a folder, its index, or a single safetensors file.
+    """Opens the checkpoint at ``path``: a folder, its index, a GGUF file, or a single safetensors file.
 
     Raises ``CheckpointError`` if there is none, or if nothing of it can be read.
     """
@@ -77,13 +129,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _open(path: Path) -> Checkpoint:
+    if not os.path.isdir(path) and not os.path.isfile(path):
+        raise CheckpointError(f"{path} is neither a folder nor a file{hub_hint(path)}")
+    if (gguf := find_gguf(path)) is not None:
+        return _open_gguf(path, gguf)
     if os.path.isdir(path):
         checkpoint = _open_folder(path)
-    elif not os.path.isfile(path):
-        raise CheckpointError(f"{path} is neither a folder nor a file{hub_hint(path)}")
     elif path.suffix != ".safetensors":
         raise CheckpointError(
-            f"{path} is not a safetensors file; qgemm opens a folder, {INDEX_FILE} or FILE.safetensors"
+            f"{path} is not a safetensors file; qgemm opens a folder, {INDEX_FILE}, FILE.safetensors or FILE.gguf"
         )
     else:
         checkpoint = Checkpoint(path, None, read_header(path))
@@ -92,6 +146,30 @@ def _open(path: Path) -> Checkpoint:
     if checkpoint.folder is not None and not checkpoint.problems:
         _read_as_qgemm_does(checkpoint, checkpoint.folder)
     return checkpoint
+
+
+def _open_gguf(path: Path, file: Path) -> Checkpoint:
+    source = read_gguf(file)
+    folder = path if path.is_dir() else None
+    checkpoint = Checkpoint(path, folder, source.stored, {}, GGUF, _types_of(source), gguf=source)
+    checkpoint.config["architectures"] = [source.settings.get("general.architecture")]
+    try:
+        found = checkpoint.matching = match_gguf(source)
+        checkpoint.contents = found.contents
+        checkpoint.config = model_config(found.model)
+    except (CheckpointError, ImportError) as error:
+        checkpoint.refusal = str(error)
+    return checkpoint
+
+
+def _types_of(source: GgufModel) -> str:
+    """The types that hold most bytes; those of blocks, if there are any."""
+    sizes: Counter[str] = Counter()
+    has_blocks = any(kind.is_quantized for kind in source.types.values())
+    for name, kind in source.types.items():
+        if kind.is_quantized == has_blocks:
+            sizes[kind.name] += source.stored[name].nbytes
+    return ", ".join(name for name, _ in sizes.most_common(_MOST_TYPES))
 
 
 def _open_folder(folder: Path) -> Checkpoint:

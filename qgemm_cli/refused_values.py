@@ -7,18 +7,17 @@ values. For any other model, layers are known only by their schemes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from qgemm.checkpoint.contents import Contents, check_unheld, read_converted
 from qgemm.checkpoint.errors import CheckpointError, UnknownModel
-from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
 from qgemm.nn import QuantExperts, QuantLayer
 from qgemm.nn.kinds import meta_linear
 from qgemm.scheme import QuantScheme
+from qgemm_cli.reading import Checkpoint
 
 Owners = dict[str, tuple[QuantLayer, str]]
 """The layer of each tensor, and the layer's name for it."""
@@ -33,11 +32,11 @@ class ValuesAsLoaded:
     ``refusal``: why they don't fit the model that the config describes; empty if they do, or if there is no model.
     """
 
-    def __init__(self, folder: Path, contents: Contents) -> None:
-        """``contents``: those of ``folder``, used if no model can be built for it."""
+    def __init__(self, checkpoint: Checkpoint, contents: Contents) -> None:
+        """``contents``: those of ``checkpoint``, used if no model can be built for it."""
         self.refusal = ""
         try:
-            found = find_matching(folder)
+            found = checkpoint.match()
             self._contents, self._owners = found.contents, found.owners
             contents.notes = found.contents.notes  # including those about the model
         except (CheckpointError, ImportError) as error:

@@ -29,6 +29,8 @@ _EXPERTS = re.compile(r"(.*_exps)\.(weight)")
 _NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?")))
 _NUMBERS.update({10: "Q", 11: "q", 12: "d"})
 _STRING, _ARRAY = 8, 9
+# Far more than any model has: tensors, then with experts one by one, and values in lists, which are tokens mostly.
+_MOST_STORED, _MOST_TENSORS, _MOST_LISTED = 1 << 16, 1 << 18, 1 << 22
 _MOST_DIMENSIONS = 4
 _MOST_EXPERTS = 1 << 16
 _PIECE = 1 << 20
@@ -47,6 +49,7 @@ class GgufFile(TensorFile):
     stored_settings: list[bytes]
 
     def _take_header(self) -> bytes:
+        self._listed = 0
         self._header, self._at = bytearray(), 0
         if self._take(4) != _MAGIC:
             raise ValueError("it doesn't begin with GGUF")
@@ -67,6 +70,8 @@ class GgufFile(TensorFile):
             self.stored_settings.append(
                 bytes(self._header[begin:after_types]) + bytes(8) if is_long else bytes(self._header[begin : self._at])
             )
+        if tensors > _MOST_STORED:
+            raise ValueError(f"it has {tensors} tensors, more than {_MOST_STORED}")
         entries = [self._entry() for _ in range(tensors)]
         alignment = self.settings.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment % 8:
@@ -115,6 +120,8 @@ class GgufFile(TensorFile):
             begin = start + index * nbytes
             self.places[own] = Place(kind.code, stored[1:] if experts else stored, begin, begin + nbytes)
             self.types[own] = kind
+            if len(self.places) > _MOST_TENSORS:
+                raise ValueError(f"it has more than {_MOST_TENSORS} tensors, the weights of experts among them")
 
     def _value(self, number: int) -> Any:
         """A setting's value; None for a list, which is passed over."""
@@ -123,6 +130,9 @@ class GgufFile(TensorFile):
         if number != _ARRAY:
             return self._unpack(_number(number))[0]
         inside, count = self._unpack("IQ")
+        self._listed += count
+        if self._listed > _MOST_LISTED:
+            raise ValueError(f"its lists have {self._listed} values, more than {_MOST_LISTED}")
         if inside == _STRING:
             for _ in range(count):
                 self._take(self._unpack("Q")[0])

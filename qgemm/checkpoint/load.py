@@ -20,7 +20,7 @@ from qgemm.arguments import as_path, shown
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import fit_to_model, read_contents
-from qgemm.checkpoint.gguf import find_gguf, gguf_contents, read_gguf
+from qgemm.checkpoint.gguf import GgufModel, find_gguf, gguf_contents, read_gguf
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -161,7 +161,7 @@ def find_matching(
     ``scheme``: the scheme to convert layers to. ``dtype``: of the float part of a model that is built.
     """
     if (path := find_gguf(folder)) is not None:
-        return _match_gguf(path, model, scheme, dtype or torch.bfloat16)
+        return match_gguf(read_gguf(path), model, scheme, dtype)
     if not os.path.lexists(folder / CONFIG_FILE):
         weights_file(folder, {})  # raises an error that tells what the folder is instead of a checkpoint
     config_path = checkpoint_file(folder, CONFIG_FILE)
@@ -181,14 +181,17 @@ def find_matching(
     return Matching(target, layers, contents, extras)
 
 
-def _match_gguf(
-    path: Path, model: nn.Module | Callable[[], nn.Module] | None, scheme: QuantScheme | None, dtype: torch.dtype
+def match_gguf(
+    source: GgufModel,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    scheme: QuantScheme | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Matching:
-    source = read_gguf(path)
-    config = source.config(dtype_name(dtype))
-    target = build_pretrained(config, path, source.stored) if model is None else _given(model)
+    """As ``find_matching``, for a GGUF file whose headers have been read."""
+    config = source.config(dtype_name(dtype or torch.bfloat16))
+    target = build_pretrained(config, source.path, source.stored) if model is None else _given(model)
     contents = gguf_contents(source, target, config)
-    return Matching(target, _match(target, contents, scheme, path), contents, {})
+    return Matching(target, _match(target, contents, scheme, source.path), contents, {})
 
 
 def _match(

@@ -164,7 +164,8 @@ def _open(path: Path) -> TensorFile:
 
 def has_checksums(path: Path) -> bool:
     """Whether the file at ``path`` contains checksums of its tensors; raises as ``read_values`` does."""
-    return parse_checksums(path, read_metadata(path)) is not None
+    with _open(path) as file:
+        return parse_checksums(path, file.metadata) is not None
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.device import find_device
 from qgemm.streaming.float_tensors import FloatTensor
-from qgemm.streaming.source import open_source
 from qgemm_cli.layers import MATRICES, StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.pairing import pair_weights
@@ -58,7 +57,7 @@ def _compare_weights(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
     layers_a, layers_b = _layers_by_weight(a), _layers_by_weight(b)
     compared, other_shapes = [], []
     with ExitStack() as stack:
-        source_a, source_b = (stack.enter_context(open_source(_folder_of(checkpoint))) for checkpoint in (a, b))
+        source_a, source_b = (stack.enter_context(checkpoint.open_source()) for checkpoint in (a, b))
         pairing = pair_weights(a, b, source_a, source_b)
         advance = stack.enter_context(progress_bar("compare", pairing.values, shown=True))
         for name, name_in_a in sorted(pairing.names_in_a.items(), key=lambda names: natural_order(names[0])):
@@ -97,12 +96,6 @@ def _lone_weights(
     lone = {name: _layer_of(layers.get(name), tensor) for name, tensor in tensors.items() if name not in paired}
     found = [name for name, layer in lone.items() if layer is not None and layer.kind in MATRICES]
     return sorted((name for name in found if tensors[name].shape not in embeddings), key=natural_order)
-
-
-def _folder_of(checkpoint: Checkpoint) -> Path:
-    if checkpoint.folder is None:
-        raise CheckpointError(f"{checkpoint.path} is a single file: compare takes two folders")
-    return checkpoint.folder
 
 
 def _describe(
@@ -187,8 +180,12 @@ def _compare_over_text(
 ) -> dict[str, Any]:
     from qgemm_cli.logits import compare_logits, load_model, read_tokens
 
-    folders = [folder for folder in (tokenizer, a.folder, b.folder) if folder is not None]
-    tokens = read_tokens(text, folders[:1] if tokenizer is not None else folders, most_tokens)
+    if tokenizer is not None:
+        tokens = read_tokens(text, [tokenizer], most_tokens)
+    else:
+        folders = [each.folder for each in (a, b) if each.folder is not None]
+        gguf = next((each.gguf for each in (a, b) if each.gguf is not None), None)
+        tokens = read_tokens(text, folders, most_tokens, gguf)
     models = [load_model(checkpoint, device) for checkpoint in (a, b)]
     with progress_bar("run", tokens.numel(), shown=True) as advance:
         return {"file": str(text), **compare_logits(models[0], models[1], tokens, window, advance)}

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qgemm_cli.layers import StoredLayer, coverage, dtype_name, find_layers
+from qgemm_cli.layers import BLOCKS, StoredLayer, coverage, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar, size
 from qgemm_cli.patterns import collapse, natural_order, pattern_of
 from qgemm_cli.reading import Checkpoint, open_checkpoint
@@ -61,8 +61,8 @@ def _verify(checkpoint: Checkpoint, layers: list[StoredLayer], problems: list[st
     """Checks values, and adds to ``problems``; returns how much was read, and the reason why a load would fail."""
     scales, contents, owners = scale_names(layers), checkpoint.contents, Owners()
     as_loaded = None
-    if contents is not None and contents.is_foreign and checkpoint.folder is not None:
-        as_loaded = ValuesAsLoaded(checkpoint.folder, contents)
+    if contents is not None and checkpoint.is_foreign:
+        as_loaded = ValuesAsLoaded(checkpoint, contents)
     elif contents is not None:
         owners = find_owners(contents)
     wanted, loaded = values_to_check(checkpoint, scales, owners), {} if as_loaded is None else as_loaded.stored
@@ -85,8 +85,8 @@ def _architecture(checkpoint: Checkpoint) -> str | None:
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for tensor in checkpoint.stored.values():
-        counts[dtype_name(tensor.dtype)] += tensor.nbytes
+    for name, tensor in checkpoint.stored.items():
+        counts[checkpoint.storage_of(name)] += tensor.nbytes
     return dict(counts.most_common())
 
 
@@ -155,7 +155,7 @@ def _rows(layers: list[dict[str, Any]], every_layer: bool) -> Iterable[tuple[str
             printable(shown) or "(the model itself)",
             str(len(members)),
             str(kind),
-            str(scheme or storage),
+            f"{storage} as {scheme}" if scheme and storage in BLOCKS else str(scheme or storage),
             " x ".join(map(str, shape)) if isinstance(shape, tuple) else "",
             size(sum(layer["bytes"] for layer in members)),
         )

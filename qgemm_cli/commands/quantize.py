@@ -9,6 +9,8 @@ from typing import Any
 import qgemm
 from qgemm.calibration import Calibration
 from qgemm.calibration.quantization import Quantization
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.gguf import find_gguf
 from qgemm.checkpoint.layout import read_json
 from qgemm.model.selection import Pattern, SchemeChoice, shown_pattern
 from qgemm.scheme import QuantScheme
@@ -39,6 +41,11 @@ def quantize(
 
     ``options``: those of ``quantize_checkpoint`` that ``quantize_calibrated`` also has.
     """
+    if (gguf := find_gguf(source)) is not None and gguf.exists():
+        raise CheckpointError(
+            f"{gguf} is a GGUF file, and quantize starts from a float model: give that, as transformers saves it. qgemm "
+            "convert writes a GGUF file in another format and, with --scheme, in another scheme"
+        )
     _check_one_gives_scales(input_scales, statistics, recipe, text)
     schemes: Any
     if config is None:
