@@ -66,11 +66,12 @@ def weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None 
     """``torch.ops.qgemm.weight_only_linear``, with less host time where possible, as in ``quant_linear``."""
     out: Tensor
     values, scale, zero_point, global_scale, input_order, bias = weight[:6]
-    if torch.compiler.is_compiling() or input_order is not None or global_scale is not None:
+    if torch.compiler.is_compiling() or input_order is not None:
         out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
     step = weight.step
     other, what = (zero_point, weight[6:10]) if step is None else (step, (*weight[6:10], "step"))
+    other = other if global_scale is None else global_scale
     run = recall(x, values, scale, bias, other, residual, what)
     if run is not None:
         recalled = run(x, values, scale, bias, other, residual)

@@ -49,6 +49,7 @@ PANEL = 64  # columns of x that are copied at a time
 VECTOR_BYTES = 16  # of a row that a thread reads, all with one scale
 SMALL_GROUPS = (16, 32, 64)  # of tiles
 WORD = 4  # bytes
+SCALE_BITS = torch.int8  # scales in e4m3; uint8 ones are exponents
 MAX_KEPT_SUMS = 2**21  # float32 in memory that a stream keeps; with more, a product takes longer than an allocation
 MAX_ROWS_BY_GROUP = 16  # for each value of a small group; with more rows, a float weight is faster
 
@@ -61,7 +62,7 @@ def weight_only_linear(
     ``recallable``: remember what was found out about the call for later calls, unless a tensor had to be converted.
     """
     bias, K, format, group_size = weight[5:9]
-    values, scale, zero_point, global_scale = _as_read(weight)
+    values, scale, zero_point, global_scale = _with_contiguous_rows(weight)
     N = values.shape[0]
     out_shape = (*x.shape[:-1], N)
     rows = with_contiguous_columns(x.reshape(math.prod(x.shape[:-1]), K))
@@ -84,16 +85,18 @@ def weight_only_linear(
     # Not where a float weight is made for the call.
     if recallable and plan.product is not None and plan.made is None and rows.data_ptr() == x.data_ptr():
         as_given = values is weight.values and scale is weight.scale and bias is weight.bias
-        as_given = as_given and zero_point is weight.zero_point
+        as_given = as_given and zero_point is weight.zero_point and global_scale is weight.global_scale
         if as_given and (residual is None or residual.is_contiguous()):
-            tensors = x, values, scale, bias, zero_point, residual
-            remember(plan.recalled(rows.shape, out_shape), *tensors, what=weight[6:10])
+            other = zero_point if global_scale is None else global_scale
+            run = plan.recalled(rows.shape, out_shape, global_scale is not None)
+            remember(run, x, values, scale, bias, other, residual, what=weight[6:10])
     return plan.run(rows, values, scale, zero_point, global_scale, bias, added).view(out_shape)
 
 
 def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
     """``weight.dequantize(dtype)`` by one kernel, bit for bit, in the column order of ``values``; not in float64."""
-    values, scale, zero_point, global_scale = _as_read(weight)
+    values, scale, zero_point, global_scale = _with_contiguous_rows(weight)
+    values, scale = _as_bytes(values), _as_bytes(scale, SCALE_BITS)
     N, K = values.shape[0], weight.in_features
     out = values.new_empty((N, K), dtype=dtype)
     if out.numel():
@@ -110,13 +113,14 @@ def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _as_read(weight: ScaledWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Values, scales, zero points and global scale as kernels read them: with contiguous columns, e4m3 as bytes."""
+def _as_bytes(values: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Values or scales as kernels read them: e4m3 as bytes of ``dtype``."""
+    return values.view(dtype) if values.dtype == torch.float8_e4m3fn else values
+
+
+def _with_contiguous_rows(weight: ScaledWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Values, scales, zero points and global scale with contiguous columns, scales and zero points alike."""
     values, scale = with_contiguous_columns(weight.values), with_contiguous_columns(weight.scale)
-    if values.dtype == torch.float8_e4m3fn:
-        values = values.view(torch.uint8)
-    if scale.dtype == torch.float8_e4m3fn:
-        scale = scale.view(torch.int8)
     zero_point = weight.zero_point
     if zero_point is not None and zero_point.stride() != scale.stride():
         zero_point, scale = zero_point.contiguous(), scale.contiguous()
@@ -163,7 +167,7 @@ class Plan:
             return x.new_empty(self.shape)
         if self.made is not None:
             float_weight = x.new_empty(self.made)
-            product(weight, scale, zero_point, global_scale, float_weight)
+            product(_as_bytes(weight), _as_bytes(scale, SCALE_BITS), zero_point, global_scale, float_weight)
             out = F.linear(x, float_weight, None if bias is None else bias.to(x.dtype))
             return out if residual is None else out.add_(residual)
         device = x.device.index
@@ -177,7 +181,8 @@ class Plan:
                 given = *given, _empty(x, (self.partial,), torch.float32), _counts(x)
             elif self.may_share:
                 given = *given, None, None
-            product(x, weight if self.words is None else weight.view(self.words), *given[2:])
+            weight = _as_bytes(weight) if self.words is None else weight.view(self.words)
+            product(x, weight, _as_bytes(scale, SCALE_BITS), *given[3:])
         return out
 
     def _run_by_driver(self, launch: DriverLaunch, x: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
@@ -200,23 +205,27 @@ class Plan:
             launch(stream, (*addresses, kept + memory.COUNTS_BYTES, kept))
         return True
 
-    def recalled(self, rows: tuple[int, ...], out_shape: tuple[int, ...]) -> Run:
-        """A function for calls of the kind. It views x as ``rows``, and returns None if an argument isn't aligned."""
+    def recalled(self, rows: tuple[int, ...], out_shape: tuple[int, ...], has_unit: bool) -> Run:
+        """A function for calls of the kind. It views x as ``rows``, and returns None if an argument isn't aligned.
+
+        ``has_unit``: whether the tensor that only some layers have is the global scale, not zero points.
+        """
 
         def run(
             x: Tensor,
             weight: Tensor,
             scale: Tensor,
             bias: Tensor | None,
-            zero_point: Tensor | None,
+            other: Tensor | None,
             residual: Tensor | None = None,
         ) -> Tensor | None:
-            factors = scale.data_ptr() if zero_point is None else scale.data_ptr() | zero_point.data_ptr()
+            factors = scale.data_ptr() if other is None else scale.data_ptr() | other.data_ptr()
             if (x.data_ptr() | weight.data_ptr() | factors) % ALIGNMENT:
                 return None
             if residual is not None and residual.ndim != 2:
                 residual = residual.view(self.shape)
-            out = self.run(x if x.ndim == 2 else x.view(rows), weight, scale, zero_point, None, bias, residual)
+            zero_point, unit = (None, other) if has_unit else (other, None)
+            out = self.run(x if x.ndim == 2 else x.view(rows), weight, scale, zero_point, unit, bias, residual)
             return out if out.shape == out_shape else out.view(out_shape)
 
         return run
