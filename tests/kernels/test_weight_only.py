@@ -147,12 +147,17 @@ def test_negative_views_are_read_by_their_values(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(out, dispatch.weight_only_linear(x, weight, residual))
 
 
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("shape", [(3, K), (2, 2, K)])
-def test_a_call_like_another_is_recalled(shape: tuple[int, ...], adds: bool, device: torch.device) -> None:
-    weight = ScaledWeight(**operands("int4", device)[0])
+@pytest.mark.parametrize(
+    ("kind", "shape", "adds"),
+    [("int4", (3, K), False), ("int4", (2, 2, K), True), ("nvfp4", (3, K), False), ("fp8", (3, K), True)],
+)
+def test_a_call_like_another_is_recalled(
+    kind: str, shape: tuple[int, ...], adds: bool, device: torch.device
+) -> None:
+    weight = ScaledWeight(**operands(kind, device)[0])
     weight = weight._replace(bias=weight.bias.bfloat16())
-    tensors, what = (weight.values, weight.scale, weight.bias, weight.zero_point), weight[6:10]
+    what, other = weight[6:10], weight.zero_point if weight.global_scale is None else weight.global_scale
+    tensors = weight.values, weight.scale, weight.bias, other
     x, other = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
     residual = torch.randn((*shape[:-1], N), device=device).bfloat16() if adds else None
     for recallable in (False, True):
