@@ -151,9 +151,7 @@ def test_negative_views_are_read_by_their_values(monkeypatch: pytest.MonkeyPatch
     ("kind", "shape", "adds"),
     [("int4", (3, K), False), ("int4", (2, 2, K), True), ("nvfp4", (3, K), False), ("fp8", (3, K), True)],
 )
-def test_a_call_like_another_is_recalled(
-    kind: str, shape: tuple[int, ...], adds: bool, device: torch.device
-) -> None:
+def test_a_call_like_another_is_recalled(kind: str, shape: tuple[int, ...], adds: bool, device: torch.device) -> None:
     weight = ScaledWeight(**operands(kind, device)[0])
     weight = weight._replace(bias=weight.bias.bfloat16())
     what, other = weight[6:10], weight.zero_point if weight.global_scale is None else weight.global_scale

@@ -1,5 +1,6 @@
 """The tiles of products with stored weights: no tile is larger than a multiprocessor, K is shared where N is short."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from qgemm.kernels.weight_only.config import (
     TILES,
     Shareable,
     fits_ring,
+    most_rows,
     prefers_tiles,
     select_few_rows,
     select_ring,
@@ -73,6 +75,16 @@ def test_the_ring_of_float_zero_points() -> None:
     assert fits_ring(32, 4096, replace(INT8, has_zeros=True, float_zeros=True))
     assert not fits_ring(16, 4096, replace(floats, group=64))
     assert not fits_ring(16, 4096, replace(INT4, group=64))
+
+
+def test_most_rows_of_small_groups() -> None:
+    four = StoredForm("int4", 32)
+    assert most_rows(INT4, False) == most_rows(INT8, True) == math.inf
+    assert (most_rows(four, True), most_rows(four, False)) == (1024, 768)
+    assert most_rows(StoredForm("nf4", 64), False) == 1024
+    assert most_rows(StoredForm("fp4", 16), True) == 768
+    assert most_rows(StoredForm("int8", 16), False) == 512
+    assert most_rows(replace(four, has_zeros=True, float_zeros=True), False) == 512
 
 
 @pytest.mark.parametrize("name", ["int4", "int8"])

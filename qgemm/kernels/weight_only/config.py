@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -324,6 +325,18 @@ def select_few_rows(M: int, N: int, form: StoredForm, limits: DeviceLimits) -> F
     tile = (BY_GROUPS if form.by_groups else FEW_ROWS)[form.bits, _columns(M)][width]
     bounded = tile.registers is not None and form.has_small_groups
     return FEW_ROWS_OF_ZEROS if bounded and (form.float_zeros or (form.has_zeros and form.by_groups)) else tile
+
+
+def most_rows(form: StoredForm, exact: bool) -> float:
+    """How many rows tiles are faster for than a float weight that is made for the call, by groups; ``exact``: as below.
+
+    Values are scaled in 16 bits if scales are exact, else in float32.
+    """
+    if not form.has_small_groups:
+        return math.inf
+    if form.has_codebook or (exact and form.name == "int4"):
+        return 1024
+    return 768 if exact or (form.group > 16 and not form.float_zeros) else 512
 
 
 def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, exact: bool = True) -> Tiles:

@@ -6,7 +6,7 @@
 - Any other GPU, and what Hopper's kernels don't accept: plain Triton up to 64 rows; for more rows, the weight is
   dequantized for the call and PyTorch multiplies. Hopper's kernels don't accept float32, groups that aren't a multiple
   of 16, and K or strides that aren't a multiple of 16 bytes. Tiles don't accept small groups other than 16, 32 and 64,
-  their scales if a row of them isn't a multiple of 4 bytes, and more than 16 rows for each value of a small group.
+  their scales if a row of them isn't a multiple of 4 bytes, and more than 512 to 1,024 rows with small groups.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from qgemm.kernels.weight_only.config import (
     FewRowsRing,
     Tiles,
     fits_ring,
+    most_rows,
     prefers_tiles,
     select_few_rows,
     select_ring,
@@ -51,7 +52,6 @@ SMALL_GROUPS = (16, 32, 64)  # of tiles
 WORD = 4  # bytes
 SCALE_BITS = torch.int8  # scales in e4m3; uint8 ones are exponents
 MAX_KEPT_SUMS = 2**21  # float32 in memory that a stream keeps; with more, a product takes longer than an allocation
-MAX_ROWS_BY_GROUP = 16  # for each value of a small group; with more rows, a float weight is faster
 
 
 def weight_only_linear(
@@ -274,9 +274,12 @@ def _make_plan(
     form = StoredForm.of(format, group, zero_point)
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
-        fits_tiles = N % 8 == 0 and all(_fits_tiles(M, form, each) for each in (scale, zero_point) if each is not None)
+        exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
+        exact = exact and (not form.float_zeros or zero_point is None or zero_point.dtype == x.dtype)
+        factors = [each for each in (scale, zero_point) if each is not None]
+        fits_tiles = N % 8 == 0 and most_rows(form, exact) >= M and all(_fits_tiles(form, each) for each in factors)
         in_ring = fits_ring(M, K, form) and not (fits_tiles and prefers_tiles(M, N, K, form, limits))
-        whole = _has_whole_blocks(form, K, scale, zero_point)
+        whole = _has_whole_blocks(form, K, *factors)
         form = replace(form, paired=_reads_pairs(form, K, scale), whole=whole)
         if in_ring:
             ring = select_ring(M, N, K, form, limits)
@@ -287,8 +290,6 @@ def _make_plan(
             few_rows = select_few_rows(M, N, form, limits)
             return Plan((M, N), few_rows_launch(few_rows, form, M, N, K, strides, limits))
         if fits_tiles:
-            exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
-            exact = exact and (not form.float_zeros or zero_point is None or zero_point.dtype == x.dtype)
             config = select_tiles(M, N, K, form, limits, exact)
             if config.shared and x.is_cuda:
                 memory.keep_graph_counts(x.get_device())
@@ -315,22 +316,21 @@ def _reads_pairs(form: StoredForm, K: int, scale: Tensor) -> bool:
     return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0
 
 
-def _has_whole_blocks(form: StoredForm, K: int, *factors: Tensor | None) -> bool:
+def _has_whole_blocks(form: StoredForm, K: int, *factors: Tensor) -> bool:
     """Whether rows consist of whole blocks, and the scales and zero points of each of them may be copied together."""
     if not form.has_small_groups or K % form.block:
         return False
     count = form.block // form.group
-    given = [each for each in factors if each is not None]
-    if any(each.data_ptr() % ALIGNMENT or each.stride(0) % count for each in given):
+    if any(each.data_ptr() % ALIGNMENT or each.stride(0) % count for each in factors):
         return False
-    return all(count * each.itemsize >= WORD for each in given)
+    return all(count * each.itemsize >= WORD for each in factors)
 
 
-def _fits_tiles(M: int, form: StoredForm, factors: Tensor) -> bool:
+def _fits_tiles(form: StoredForm, factors: Tensor) -> bool:
     """Whether ``_tiles_kernel`` accepts such scales or zero points: those of small groups are loaded in 32 bits."""
     if form.group % BLOCK_BYTES == 0:
         return True
-    if form.group not in SMALL_GROUPS or MAX_ROWS_BY_GROUP * form.group < M or factors.data_ptr() % WORD:
+    if form.group not in SMALL_GROUPS or factors.data_ptr() % WORD:
         return False
     sizes = factors.stride(0) * factors.itemsize, form.block // form.group * factors.itemsize
     return all(size % WORD == 0 for size in sizes)
