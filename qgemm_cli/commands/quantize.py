@@ -43,8 +43,8 @@ def quantize(
     """
     if (gguf := find_gguf(source)) is not None and gguf.exists():
         raise CheckpointError(
-            f"{gguf} is a GGUF file, and quantize starts from a float model: give that, as transformers saves it. qgemm "
-            "convert writes a GGUF file in another format and, with --scheme, in another scheme"
+            f"{gguf} is a GGUF file, and quantize starts from a float model: give that, as transformers saves it. "
+            "qgemm convert writes a GGUF file in another format and, with --scheme, in another scheme"
         )
     _check_one_gives_scales(input_scales, statistics, recipe, text)
     schemes: Any
