@@ -84,11 +84,15 @@ _RARE = ("outlier_columns", "rotation", "scale_dtype", "block", "is_ordered", "f
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How a layer is quantized: its weight, and its activation (None if that stays in float)."""
+    """How a layer is quantized: its weight, and its activation (None if that stays in float).
+
+    ``down``: of experts, the weight of ``down_proj``, if ``weight`` is that of ``gate_up_proj`` alone.
+    """
 
     name: str
     weight: TensorScheme
     activation: TensorScheme | None
+    down: TensorScheme | None = None
 
     @property
     def is_static(self) -> bool:
@@ -159,17 +163,42 @@ class QuantScheme:
         """The scheme with no columns kept in float."""
         return self if self.activation is None else _scheme(self.weight, replace(self.activation, outlier_columns=0))
 
+    @property
+    def parts(self) -> tuple[QuantScheme, QuantScheme]:
+        """The schemes of the ``gate_up_proj`` and the ``down_proj`` of experts."""
+        return (self, self) if self.down is None else (_scheme(self.weight, None), _scheme(self.down, None))
+
+    def of(self, name: str) -> QuantScheme:
+        """The scheme of the parameter ``name``: for experts with two, that of its weight."""
+        return self.parts[name.startswith("down_proj")]
+
+    def with_down(self, other: QuantScheme) -> QuantScheme:
+        """The scheme of experts whose ``down_proj`` has the ``other`` one.
+
+        Raises ``ValueError`` if that isn't the same, unless activations stay in float in both.
+        """
+        if other == self:
+            return self
+        if not (self.is_weight_only and other.is_weight_only):
+            raise ValueError(
+                f"experts can't have {self.name!r} and {other.name!r}, as activations of one are quantized"
+            )
+        return _scheme(self.weight, None, other.weight)
+
     def for_experts(self) -> QuantScheme:
         """The scheme of fused experts in a model whose linear layers have this one.
 
         - ``int8`` for all schemes of int8 by int8: scales at run time, without rotation or columns in float.
         - ``fp8`` for ``fp8`` and ``fp8-static``; ``fp8-block`` is itself.
         - The weight's own, with activations in float, for all others: ``int4`` for ``int4-int8``, ``mxfp4`` itself.
-          Groups are in the order of the input, and zero points are whole numbers.
+          Groups are in the order of the input.
         """
+        if self.down is not None:
+            first, second = (part.for_experts() for part in self.parts)
+            return first.with_down(second)
         if self.is_weight_only or self.weight.dtype == "int4":
             plain = replace(self.weight, scale_dtype=_scale_dtype(self.weight)) if self.activation else self.weight
-            return _scheme(replace(plain, is_ordered=False, float_zeros=False), None)
+            return _scheme(replace(plain, is_ordered=False), None)
         if self.weight.granularity == "block":
             return self
         return SCHEMES[self.weight.dtype]
@@ -177,7 +206,8 @@ class QuantScheme:
     def to_dict(self) -> dict[str, Any]:
         """The scheme as JSON-ready values."""
         activation = None if self.activation is None else self.activation.to_dict()
-        return {"name": self.name, "weight": self.weight.to_dict(), "activation": activation}
+        down = {} if self.down is None else {"down": self.down.to_dict()}
+        return {"name": self.name, "weight": self.weight.to_dict(), "activation": activation, **down}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> QuantScheme:
@@ -188,7 +218,8 @@ class QuantScheme:
                 activation = TensorScheme(**activation)
                 if weight.dtype == "int4":  # steps came later
                     weight = replace(weight, scale_dtype=_scale_dtype(weight, activation))
-            return cls(name=values["name"], weight=weight, activation=activation)
+            down = TensorScheme(**values["down"]) if "down" in values else None
+            return cls(name=values["name"], weight=weight, activation=activation, down=down)
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"{values!r} isn't a quantization scheme: {error}") from error
 
@@ -222,8 +253,9 @@ def _weight_name(weight: TensorScheme) -> str:
     return "-".join(parts)
 
 
-def _scheme(weight: TensorScheme, activation: TensorScheme | None) -> QuantScheme:
-    return QuantScheme(_name(weight, activation), weight, activation)
+def _scheme(weight: TensorScheme, activation: TensorScheme | None, down: TensorScheme | None = None) -> QuantScheme:
+    name = _name(weight, activation) if down is None else f"{_weight_name(weight)}+{_weight_name(down)}"
+    return QuantScheme(name, weight, activation, down)
 
 
 # Formats whose values a table has.
@@ -307,6 +339,8 @@ values, any multiple of 16. int4 and int8-weight go on with ``-asymmetric`` for 
 numbers, ``(q - z) * s``, or ``-float-zeros`` for those in floats, ``q * s + z``; and then ``-ordered`` for groups of
 columns in an order of their own (act-order). int4 without float zero points goes on with ``-int8`` for int8
 activations.
+
+``int4-32+int8-weight`` is for experts alone: the ``gate_up_proj`` of each in the one, ``down_proj`` in the other.
 """
 
 _OUTLIERS = re.compile(r"(.+)-outliers-([1-9][0-9]{1,4})")
@@ -375,6 +409,12 @@ def _likeness(name: str, known: str) -> tuple[float, int]:
 def _find(name: str) -> QuantScheme | None:
     if (known := SCHEMES.get(name)) is not None:
         return known
+    if "+" in name:
+        first, second = map(_find, name.split("+", 1))
+        if first is None or second is None or not (first.is_weight_only and second.is_weight_only):
+            return None
+        pair = first.with_down(second)
+        return pair if pair.name == name and pair.for_experts() == pair else None
     if (match := _OUTLIERS.fullmatch(name)) is not None:
         base, count = SCHEMES.get(match[1]), int(match[2])
         try:

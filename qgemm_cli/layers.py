@@ -186,13 +186,14 @@ def _own_experts(
     """For packed experts in qgemm's own format: the length of rows follows from the rows of the other weight."""
     first, second = (shapes.get(name) for name in ("gate_up_proj", "down_proj"))
     scheme = None if contents is None else contents.manifest.layers.get(module)
-    if scheme is None or scheme.weight.format.bits != 4 or first is None or second is None:
+    weight = None if scheme is None else scheme.of(leaf).weight
+    if weight is None or weight.format.bits != 4 or first is None or second is None:
         return None
     if leaf == "gate_up_proj":
-        return scheme.weight.dtype, (*first[:2], second[1])
+        return weight.dtype, (*first[:2], second[1])
     # Half of them if there are gates and ups.
     fitting = [K for K in (first[1] // 2, first[1]) if packed_width(K) == second[2]]
-    return None if not fitting else (scheme.weight.dtype, (*second[:2], fitting[0]))
+    return None if not fitting else (weight.dtype, (*second[:2], fitting[0]))
 
 
 def _experts_storage(leaf: str, tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:

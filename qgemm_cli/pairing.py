@@ -159,7 +159,7 @@ def _of_layer(layer: StoredLayer, source: Source, scheme: QuantScheme | None) ->
     kind = QuantLinear if scheme is None or layer.kind != "linear" else linear_class(scheme)
     others: tuple[str, ...] = ()
     if scheme is not None and layer.kind == "experts" and scheme.is_weight_only:
-        yield layer.full_name(main), RestoredExperts(source, layer, scheme)
+        yield layer.full_name(main), RestoredExperts(source, layer, scheme.of(layer.name.rpartition(".")[2]))
         others = tuple(leaf for leaf in layer.tensors if leaf != "_bias")
     elif scheme is not None and kind not in (QuantLinear, BlockScaledLinear):
         yield layer.full_name(main), Restored(source, layer, scheme)

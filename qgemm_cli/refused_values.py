@@ -77,12 +77,13 @@ def find_owners(contents: Contents) -> Owners:
         if scheme is None:
             continue
         experts = next((each for each in QuantExperts.weight_names if leaf.startswith(each)), None)
-        if module not in layers:
+        layer = module if experts is None else f"{module}.{experts}"
+        if layer not in layers:
             K = _COLUMNS if experts else _columns(contents, module, tensor)
-            layers[module] = _layer_of(scheme, K)
+            layers[layer] = _layer_of(scheme.of(leaf), K)
         own = leaf if experts is None else f"weight{leaf.removeprefix(experts)}"
-        if own in layers[module].fixed_names:
-            owners[name] = layers[module], own
+        if own in layers[layer].fixed_names:
+            owners[name] = layers[layer], own
     return owners
 
 

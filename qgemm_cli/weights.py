@@ -172,7 +172,7 @@ class ConvertedExperts(FloatTensor):
         """``experts``: the module on meta, called ``name`` in the model that ``contents`` was fitted to."""
         like = experts.linear_of(leaf)
         super().__init__((experts.num_experts, like.out_features, like.in_features), torch.float32, self._read)
-        self.stored = StoredLayer(f"{name}.{leaf}", "experts", experts.scheme.weight.dtype, self.shape, {})
+        self.stored = StoredLayer(f"{name}.{leaf}", "experts", experts.scheme.of(leaf).weight.dtype, self.shape, {})
         self._contents, self._experts, self._leaf = contents, experts, leaf
         held = [own for own, _ in experts.named_parameters(recurse=False) if own.startswith(leaf)]
         self._names = {f"{name}.{own}": own for own in held if own != f"{leaf}_bias"}

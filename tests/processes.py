@@ -1,11 +1,14 @@
 """Python code in a process of its own, forked from one that has imported what takes seconds: PyTorch, no qgemm.
 
-It has not imported transformers or PEFT either, so that code can test in which order they are imported.
+It has not imported transformers or PEFT either, so that code can test in which order they are imported. Other code is
+forked from a process that has imported transformers, too.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -15,6 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 FORKED = multiprocessing.get_context("forkserver")
@@ -23,18 +27,50 @@ FORKED.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch._dyna
 
 
 def run_process(
-    script: Path, *arguments: object, environment: Mapping[str, str] | None = None, timeout: int = 300
+    script: Path,
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    timeout: int = 300,
+    transformers: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python script arguments`` prints and returns, in the working directory and environment of the caller."""
+    """What ``python script arguments`` prints and returns, in the working directory and environment of the caller.
+
+    ``transformers``: whether that is imported already, which takes longer than most scripts; nothing comes from a hub.
+    """
     command = [str(script), *map(str, arguments)]
     environment = {**os.environ} if environment is None else {**environment}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
-        process = FORKED.Process(target=_run, args=(command, os.getcwd(), environment, files, timeout))
-        process.start()
-        process.join()
+        run = command, os.getcwd(), environment, files, timeout
+        if transformers:
+            server = _with_transformers()
+            server.send(run)
+            code = server.recv()
+        else:
+            process = FORKED.Process(target=_run, args=run)
+            process.start()
+            process.join()
+            code = process.exitcode or 0
         out, err = (path.read_text(encoding="utf-8") for path in files)
-    return subprocess.CompletedProcess(command, process.exitcode or 0, out, err)
+    return subprocess.CompletedProcess(command, code, out, err)
+
+
+@functools.cache
+def _with_transformers() -> Connection:
+    """To a process that has imported transformers, and runs what it is sent in forks of its own, one by one."""
+    ours, its = FORKED.Pipe()
+    FORKED.Process(target=_serve, args=(its,), daemon=True).start()
+    return ours
+
+
+def _serve(connection: Connection) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # which is read at the import
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    while True:
+        run = connection.recv()
+        if not (child := os.fork()):
+            _run(*run)
+        connection.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def keep_what_is_imported() -> None:

@@ -43,7 +43,9 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "HF_HUB_OFFLINE": "1"
     }
     monkeypatch.chdir(tmp_path)
-    result = run_process(ROOT / "examples" / name, *arguments, environment=environment)
+    script = ROOT / "examples" / name
+    transformers = "from transformers import" in script.read_text(encoding="utf-8")
+    result = run_process(script, *arguments, environment=environment, transformers=transformers)
     if missing := [each for each in NEEDS.get(name, []) if importlib.util.find_spec(each) is None]:
         assert (result.returncode, result.stdout) == (1, "")
         assert re.fullmatch(rf"This example needs {missing[0]}, .* isn't installed: pip install .*\n", result.stderr)

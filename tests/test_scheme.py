@@ -8,6 +8,7 @@ import pytest
 from families.schemes import EVERY_LAYER
 
 from qgemm import SCHEMES, QuantScheme
+from qgemm.nn import linear_class
 from qgemm.numerics.formats import FORMATS, INT8
 from qgemm.scheme import TensorScheme, resolve_scheme
 
@@ -20,12 +21,32 @@ def experts_name(name: str) -> str:
         return "int8"
     if name in ("fp8", "fp8-static"):
         return "fp8"
-    return name.removesuffix("-int8").removesuffix("-ordered").replace("float-zeros", "asymmetric")
+    return name.removesuffix("-int8").removesuffix("-ordered")
 
 
 def test_float_zero_points_are_for_activations_in_float() -> None:
     with pytest.raises(ValueError, match=r"float zero points are for activations in float: leave '-int8' out, or take"):
         resolve_scheme("int4-32-float-zeros-int8")
+
+
+def test_experts_with_a_scheme_of_each_weight() -> None:
+    scheme = resolve_scheme("int4-32-float-zeros+int8-weight-16")
+    assert scheme == resolve_scheme("int4-32-float-zeros").with_down(resolve_scheme("int8-weight-16"))
+    assert QuantScheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme == scheme.for_experts()
+    assert [part.name for part in scheme.parts] == scheme.name.split("+")
+    assert scheme.of("down_proj_scale") == scheme.parts[1]
+    assert scheme.of("gate_up_proj") == scheme.parts[0]
+    assert SCHEMES["int8"].with_down(SCHEMES["int8"]).parts == (SCHEMES["int8"], SCHEMES["int8"])
+    with pytest.raises(ValueError, match="experts can't have 'int8' and 'int4', as activations of one are quantized"):
+        SCHEMES["int8"].with_down(SCHEMES["int4"])
+    with pytest.raises(ValueError, match=r"no linear layer computes the scheme 'int4-32-float-zeros\+int8-weight-16'"):
+        linear_class(scheme)
+
+
+@pytest.mark.parametrize("name", ["int4+int4", "int4+int8", "int4-ordered+mxfp4", "int4+int8-weight+nf4", "int4+", "+"])
+def test_what_is_no_scheme_of_two_weights(name: str) -> None:
+    with pytest.raises(ValueError, match=f"scheme is {re.escape(repr(name))}"):
+        resolve_scheme(name)
 
 
 def test_experts_of_int8_activations_by_int4_compute_in_float() -> None:

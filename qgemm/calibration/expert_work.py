@@ -123,13 +123,13 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
                 hidden = source.activation(F.linear(x, weights[0].float(), bias))
                 moments = [values.T @ values / len(values) for values in (x, hidden)]
         found = [
-            decide(each, moment, work.scheme.weight) if enough else None
-            for each, moment in zip(weights, moments, strict=True)
+            decide(each, moment, scheme.weight) if enough else None
+            for each, moment, scheme in zip(weights, moments, work.scheme.parts, strict=True)
         ]
         if any(each is None for each in found):
             undecided.append(expert)
-        for name, weight, quantized in zip(parts, weights, found, strict=True):
-            parts[name].append(quantized or _nearest(weight, work.scheme))
+        for name, weight, quantized, scheme in zip(parts, weights, found, work.scheme.parts, strict=True):
+            parts[name].append(quantized or _nearest(weight, scheme))
     work.weights = {
         name: QuantizedWeight(*map(torch.stack, zip(*(expert.parts for expert in each), strict=True)))
         for name, each in parts.items()

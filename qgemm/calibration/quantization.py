@@ -32,7 +32,6 @@ from qgemm.calibration.sensitivity_result import Sensitivity
 from qgemm.calibration.settings_file import read_settings, write_settings
 from qgemm.device import find_device
 from qgemm.model.selection import Pattern, Patterns, SchemeChoice, as_patterns, resolve_schemes, shown_pattern
-from qgemm.nn import linear_class
 from qgemm.nn.linear_layer import InputScale
 from qgemm.scheme import QuantScheme, resolve_scheme
 
@@ -158,7 +157,7 @@ class Quantization:
     def check_folds_no_bias(self, why: str) -> None:
         """Raises ``ValueError``, ending in ``why``, if a scheme changes biases and so needs whole layers."""
         for scheme in self.schemes.values():
-            if scheme is not None and linear_class(scheme).folds_bias:
+            if scheme is not None and scheme.has_zero_point:
                 raise ValueError(f"scheme {scheme.name!r} changes biases, which isn't possible {why}")
 
     def to_dict(self) -> dict[str, Any]:

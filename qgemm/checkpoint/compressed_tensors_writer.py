@@ -53,7 +53,7 @@ def format_of(scheme: QuantScheme) -> str | None:
     weight = scheme.weight
     if weight.is_ordered or weight.float_zeros or weight.format.has_codebook:
         return None
-    if scheme.rotates or scheme.outlier_columns:
+    if scheme.rotates or scheme.outlier_columns or scheme.down is not None:
         return None
     if weight.scale_dtype in _SCALE_DTYPES:
         return NVFP4 if weight.scale_dtype == "e4m3" else MXFP4 if weight.dtype == "fp4" else MXFP8

@@ -43,7 +43,6 @@ from qgemm.checkpoint.stored_report import read_report
 from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
 from qgemm.model.selection import listed
 from qgemm.model.swap_rules import find_rule, modules_around
-from qgemm.nn import linear_class
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
 from qgemm.scheme import QuantScheme
@@ -313,7 +312,7 @@ def _leave_out(contents: Contents, model: nn.Module) -> None:
         if leaf == "bias" and layer in contents.manifest.layers and find_module(model, layer) is not None:
             # A bias of its own, or what a zero point adds to the product, which layers without a bias have too.
             source = next((each for each in contents.sources_of(name) if split_name(each)[1] == "bias"), None)
-            if source is not None and linear_class(contents.manifest.layers[layer]).folds_bias:
+            if source is not None and contents.manifest.layers[layer].has_zero_point:
                 contents.must_be_zero(source, _NO_BIAS)
             elif source is not None:
                 contents.leave_out(name, _NO_BIAS)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.gguf_config import ROTARY_FACTORS, llama3_scaling, model_config
-from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile
+from qgemm.checkpoint.gguf_config import LONG_FACTORS, ROTARY_FACTORS, llama3_scaling, longrope_scaling, model_config
+from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile, header_of
 from qgemm.checkpoint.gguf_names import EXPERT, ModelNames, RowOrder
 from qgemm.checkpoint.gguf_types import READ_TYPES, BlockType
 from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, checkpoint_file
@@ -31,25 +31,36 @@ from qgemm.nn.linear_layer import is_conv1d
 
 FORMAT = "gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_EMBEDDING = "token_embd.weight"
 # Encoders of images beside a language model, in files of their own.
 _PROJECTOR = "mmproj"
 
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A model in GGUF files, of which ``path`` is the first: its tensors, their types by name, and its settings."""
+    """A model in GGUF files, of which ``path`` is the first: its tensors, their types by name, and its settings.
+
+    ``stored_settings``: as ``GgufFile`` has them.
+    """
 
     path: Path
     stored: dict[str, StoredTensor]
     types: dict[str, BlockType]
     settings: dict[str, Any]
+    stored_settings: list[bytes]
 
     def config(self, dtype: str) -> dict[str, Any]:
         """The config of the transformers model whose float part is of ``dtype``; raises as ``model_config`` does."""
-        config = model_config(self.path, self.settings, dtype)
-        if (factors := self.stored.get(ROTARY_FACTORS)) is not None:
-            ((_, value),) = read_values({ROTARY_FACTORS: factors}, torch.device("cpu"))
-            config["rope_scaling"] = llama3_scaling(self.path, value, config)
+        names = [name for name in self.stored if EXPERT.fullmatch(name) is None]
+        config = model_config(self.path, self.settings, header_of(self.stored_settings, names), dtype)
+        if _EMBEDDING in self.stored:
+            config["vocab_size"] = self.shape(_EMBEDDING)[0]
+        names = [name for name in (ROTARY_FACTORS, *LONG_FACTORS) if name in self.stored]
+        factors = dict(read_values({name: self.stored[name] for name in names}, torch.device("cpu")))
+        if (of_llama := factors.pop(ROTARY_FACTORS, None)) is not None:
+            config["rope_scaling"] = llama3_scaling(self.path, of_llama, config)
+        if factors or config.get("rope_scaling", {}).get("rope_type") == "longrope":
+            config |= longrope_scaling(self.path, factors, self.settings)
         return config
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -86,10 +97,12 @@ def read_gguf(path: Path) -> GgufModel:
         count = int(part[3])
         names = [f"{part[1]}-{each:05}-of-{count:05}{GGUF_SUFFIX}" for each in range(1, count + 1)]
         paths = [checkpoint_file(path.parent, name) for name in names]
-    found = GgufModel(paths[0], {}, {}, {})
+    found = GgufModel(paths[0], {}, {}, {}, [])
     for each in paths:
         with GgufFile(each) as file:
-            found.settings.update({} if found.settings else file.settings)
+            if not found.settings:
+                found.settings.update(file.settings)
+                found.stored_settings.extend(file.stored_settings)
             for name, place in file.places.items():
                 if name in found.stored:
                     raise CheckpointError(f"tensor {name} is in two files, {found.stored[name].path} and {each}")
@@ -121,7 +134,7 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 f"{source.stored[name].path}: tensor {name} is of type {kind.name}; qgemm reads {', '.join(READ_TYPES)}"
             )
         target = names.find(name)
-        if name == ROTARY_FACTORS:
+        if name in (ROTARY_FACTORS, *LONG_FACTORS):
             contents.pass_over(name)
         elif target is not None:
             order = _row_order(source, names, name, target, model)
@@ -129,6 +142,11 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 _note_float(contents, source, names, name, target, model)
             else:
                 _note_layer(contents, source, name, split_name(target)[0], order)
+    if not contents.manifest.layers:
+        raise CheckpointError(
+            f"{source.path} holds no quantized layer: load its floats with transformers' from_pretrained(folder, "
+            "gguf_file=...), and call qgemm.quantize_model"
+        )
     return contents
 
 

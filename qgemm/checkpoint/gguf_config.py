@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,23 +19,64 @@ from qgemm.checkpoint.errors import CheckpointError, unsupported
 ROTARY_FACTORS = "rope_freqs.weight"
 """The tensor by whose values rotary frequencies are divided, in files of Llama 3.1 and later."""
 
+LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+"""The tensors by whose values they are divided for short and for long inputs, in files of Phi 3."""
+
 # What Llama 3.1 to 3.3 say about long contexts, but for the factor, which is 8 or 32.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _LLAMA3_FACTORS = (8.0, 32.0)
 _SCALINGS = ("linear", "yarn")
 # By architecture: settings that transformers doesn't read, and what its configs call them.
-_SIZES = {
+_UNREAD: dict[str, dict[str, str]] = {
+    "falcon": {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
+    "gemma2": {
+        "attention.key_length": "query_pre_attn_scalar",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "gemma3": {"attention.key_length": "query_pre_attn_scalar"},
+    "gpt2": {"context_length": "n_positions", "feed_forward_length": "n_inner"},
+    "lfm2": {"attention.layer_norm_rms_epsilon": "norm_eps"},
+    "nemotron": {"attention.layer_norm_epsilon": "norm_eps"},
+    "phi3": {"attention.sliding_window": "sliding_window"},
     "qwen3": {"attention.key_length": "head_dim"},
     "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
     "qwen2moe": {
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
+    "stablelm": {"rope.freq_base": "rope_theta"},
+    "starcoder2": {"rope.freq_base": "rope_theta"},
 }
+# Where only the first values of a head are rotated.
+_PARTLY_ROTATED = ("nemotron", "phi3", "stablelm")
+# Of the largest model, by its number of layers, queries are scaled by the size of a head that the others have.
+_OF_27B = {"gemma2": 46, "gemma3": 62}
+# Settings that change what is computed, and the values with which they don't; none is read for these architectures.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.scale": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "rope.scale_linear": (0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "ssm.dt_b_c_rms": (False,),
+}
+# Architectures that transformers has in its tables, although it doesn't read files as llama.cpp writes them.
+_MISREAD = ("deci", "gemma4", "gpt-oss")
+_OF_MIXTURES = ("minimax-m2", "qwen2moe", "qwen3moe")
 
 
-def model_config(path: Path, settings: dict[str, Any], dtype: str) -> dict[str, Any]:
+def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str) -> dict[str, Any]:
     """The config, as in a ``config.json``, of the model in the file at ``path``, whose ``settings`` these are.
+
+    ``header``: a file with these settings, and tensors without values, of all parts. It is what transformers reads: it
+    takes seconds for the tokens of a vocabulary, and looks for the head in the first part of a model alone.
 
     Raises ``CheckpointError`` for an architecture that transformers doesn't read from GGUF, and for settings that
     aren't valid; ``ImportError`` without transformers or the package gguf.
@@ -42,41 +84,80 @@ def model_config(path: Path, settings: dict[str, Any], dtype: str) -> dict[str, 
     architecture = settings.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path} doesn't say of which architecture its model is")
+    if architecture in _MISREAD:
+        raise unsupported(f"{path}: transformers doesn't read {architecture} as llama.cpp writes it")
     try:
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.models.auto import modeling_auto
         from transformers.utils.import_utils import is_gguf_available
     except ImportError as error:
-        raise ImportError(f'{path} is read with transformers: pip install "qgemm-torch[gguf]"') from error
+        raise ImportError(f'{path} is read with transformers: pip install "transformers>=5.17" "gguf>=0.10"') from error
     if not is_gguf_available():
-        raise ImportError(f"{path} is read with transformers and the package gguf: pip install gguf")
+        raise ImportError(f'{path} is read with the package gguf: pip install "gguf>=0.10"')
     try:
-        config: dict[str, Any] = load_gguf_checkpoint(str(path))["config"]
+        with TemporaryDirectory() as folder:
+            (small := Path(folder) / path.name).write_bytes(header)
+            config: dict[str, Any] = load_gguf_checkpoint(str(small))["config"]
     except Exception as error:  # transformers' code may raise anything for unexpected settings
         raise unsupported(f"{path}: transformers can't read the settings of its model: {error}") from error
-    kind = config.get("model_type")
-    if "architectures" not in config and isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
-    for setting, name in _SIZES.get(architecture, {}).items():
-        if f"{architecture}.{setting}" in settings:
-            config.setdefault(name, settings[f"{architecture}.{setting}"])
+    if architecture == "llama":
+        config["model_type"] = "llama"  # where transformers says mistral, it has no names
+    if "architectures" not in config:
+        classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | (
+            modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        )
+        found = classes.get(str(config.get("model_type")))
+        config["architectures"] = [] if found is None else [found]
+    own = {name.removeprefix(f"{architecture}."): value for name, value in settings.items()}
+    _check_is_computed(path, own, architecture)
+    for setting, name in _UNREAD.get(architecture, {}).items():
+        if own.get(setting) is not None:
+            config[name] = own[setting]
+    _add_of_heads(config, own, architecture)
+    if config.get("is_gated_act"):  # T5's, all of whose files have gates; transformers would take relu for gelu
+        config["feed_forward_proj"] = "gated-gelu"
     config["dtype"] = dtype
-    scaling = _scaling(path, settings, architecture)
+    scaling = _scaling(path, own)
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config
 
 
-def _scaling(path: Path, settings: dict[str, Any], architecture: str) -> dict[str, Any] | None:
+def _check_is_computed(path: Path, own: dict[str, Any], architecture: str) -> None:
+    """Raises ``CheckpointError`` for settings, without the architecture's name, that its model doesn't heed."""
+    for name, values in _NEUTRAL.items():
+        if own.get(name, values[0]) not in values:
+            raise unsupported(f"{path}: {name} is {own[name]}, which transformers doesn't compute for {architecture}")
+    if own.get("expert_count", 0) and architecture not in _OF_MIXTURES:
+        raise unsupported(f"{path} is a mixture of experts, which transformers doesn't read as {architecture}")
+
+
+def _add_of_heads(config: dict[str, Any], own: dict[str, Any], architecture: str) -> None:
+    """Adds to ``config`` which part of a head is rotated, and how queries are scaled."""
+    width, heads = own.get("embedding_length"), own.get("attention.head_count")
+    if not (type(width) is int and type(heads) is int and heads > 0):
+        return
+    if own.get("block_count") == _OF_27B.get(architecture, -1):
+        config["query_pre_attn_scalar"] = width // heads
+    rotated, head = own.get("rope.dimension_count"), own.get("attention.key_length", width // heads)
+    if architecture in _PARTLY_ROTATED and type(rotated) is int and type(head) is int and head > 0:
+        config["partial_rotary_factor"] = rotated / head
+
+
+def _scaling(path: Path, own: dict[str, Any]) -> dict[str, Any] | None:
     """How settings say that positions are scaled."""
-    said = settings.get(f"{architecture}.rope.scaling.type", "none")
-    factor = settings.get(f"{architecture}.rope.scaling.factor")
+    said, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor")
     if said == "none" or (said == "linear" and factor in (None, 0.0, 1.0)):
         return None
+    if said == "longrope":
+        return {"rope_type": said}  # tensors say how
+    if own.get("rope.scaling.attn_factor", 1.0) != 1.0:
+        factor = own["rope.scaling.attn_factor"]
+        raise unsupported(f"{path}: rope.scaling.attn_factor is {factor}, which qgemm reads for LongRoPE alone")
     if said not in _SCALINGS or not isinstance(factor, float) or not math.isfinite(factor) or factor < 1:
         raise unsupported(f"{path}: positions are scaled as {said!r} by {factor}, which qgemm doesn't read from GGUF")
     scaling: dict[str, Any] = {"rope_type": said, "factor": factor}
-    length = settings.get(f"{architecture}.rope.scaling.original_context_length")
+    length = own.get("rope.scaling.original_context_length")
     if said == "yarn" and isinstance(length, int):
         scaling["original_max_position_embeddings"] = length
     return scaling
@@ -94,3 +175,20 @@ def llama3_scaling(path: Path, factors: Tensor, config: dict[str, Any]) -> dict[
         if torch.allclose(factors.double().cpu(), wanted, rtol=1e-4):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     raise unsupported(f"{path}: {ROTARY_FACTORS} holds factors that aren't those of Llama 3")
+
+
+def longrope_scaling(path: Path, factors: dict[str, Tensor], settings: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config for ``LONG_FACTORS``, by name; raises ``CheckpointError`` if settings don't fit them."""
+    architecture = settings["general.architecture"]
+    length = settings.get(f"{architecture}.rope.scaling.original_context_length")
+    if architecture != "phi3" or type(length) is not int or factors.keys() != set(LONG_FACTORS):
+        raise unsupported(
+            f"{path}: positions are scaled as LongRoPE does, which qgemm reads for Phi 3 alone, from "
+            f"original_context_length, {' and '.join(LONG_FACTORS)}"
+        )
+    short, long = (factors[name].double().tolist() for name in LONG_FACTORS)
+    scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    factor = settings.get(f"{architecture}.rope.scaling.attn_factor")
+    if isinstance(factor, float):
+        scaling["attention_factor"] = factor
+    return {"rope_scaling": scaling, "original_max_position_embeddings": length}

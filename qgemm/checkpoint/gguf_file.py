@@ -2,7 +2,8 @@
 
 The format, in little-endian numbers: ``GGUF``, its version (2 or 3), the number of tensors and of settings; the
 settings, each a name, a type and a value; for each tensor its name, its dimensions (the last one first), its type, and
-where its bytes are after the header. The library isn't used for reading values, for the same reasons as that of safetensors.
+where its bytes are after the header. The library isn't used for reading values, for the same reasons as that of
+safetensors.
 
 Tensors of a quantized type are uint8 ``[..., bytes of a row]`` here. The weights of experts, which are one tensor
 ``blk.0.ffn_up_exps.weight`` in the file, are listed one by one, as ``blk.0.ffn_up_exps.3.weight``.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 from qgemm.checkpoint.gguf_types import TYPES, BlockType
@@ -30,32 +32,44 @@ _STRING, _ARRAY = 8, 9
 # Far more than any model has: tensors, then with experts one by one, and values in lists, which are tokens mostly.
 _MOST_STORED, _MOST_TENSORS, _MOST_LISTED = 1 << 16, 1 << 18, 1 << 22
 _MOST_DIMENSIONS = 4
+_MOST_EXPERTS = 1 << 16
 _PIECE = 1 << 20
+_LONG_LIST = 1 << 14
 
 
 class GgufFile(TensorFile):
-    """An open GGUF file. ``settings``: its numbers and texts by name. ``types``: the block type of each tensor."""
+    """An open GGUF file. ``settings``: its numbers and texts by name. ``types``: the block type of each tensor.
+
+    ``stored_settings``: each setting as it is in the file, but for long lists, which are empty.
+    """
 
     kind = "GGUF"
     settings: dict[str, Any]
     types: dict[str, BlockType]
+    stored_settings: list[bytes]
 
     def _take_header(self) -> bytes:
         self._listed = 0
         self._header, self._at = bytearray(), 0
-        if (magic := self._take(4)) != _MAGIC:
-            raise ValueError("it is big-endian" if magic == _MAGIC[::-1] else "it doesn't begin with GGUF")
+        if self._take(4) != _MAGIC:
+            raise ValueError("it doesn't begin with GGUF")
         version, tensors, settings = self._unpack("IQQ")
         if version not in _VERSIONS:
-            raise ValueError(f"its version is {version}")
+            raise ValueError("it is big-endian" if version >> 24 in _VERSIONS else f"its version is {version}")
         self.metadata = {}
-        self.settings = {}
+        self.settings, self.stored_settings = {}, []
         for _ in range(settings):
+            begin = self._at
             name = self._text()
+            after_types = self._at + 8
             value = self._value(*self._unpack("I"))
             if name in self.settings:
                 raise ValueError(f"it has two settings {name}")
             self.settings[name] = value
+            is_long = value is None and self._at - begin > _LONG_LIST
+            self.stored_settings.append(
+                bytes(self._header[begin:after_types]) + bytes(8) if is_long else bytes(self._header[begin : self._at])
+            )
         if tensors > _MOST_STORED:
             raise ValueError(f"it has {tensors} tensors, more than {_MOST_STORED}")
         entries = [self._entry() for _ in range(tensors)]
@@ -96,6 +110,8 @@ class GgufFile(TensorFile):
         stored = kind.stored_shape(shape)
         experts = _EXPERTS.fullmatch(name) if len(shape) == 3 else None
         count = shape[0] if experts else 1
+        if count > _MOST_EXPERTS:
+            raise ValueError(f"tensor {name} has the shape {list(shape)}")
         nbytes = kind.bytes_of(shape) // max(count, 1)
         for index in range(count):
             own = f"{experts[1]}.{index}.{experts[2]}" if experts else name
@@ -142,6 +158,15 @@ class GgufFile(TensorFile):
         found = bytes(self._header[self._at : end])
         self._at = end
         return found
+
+
+def header_of(settings: list[bytes], names: Iterable[str]) -> bytes:
+    """A file with these ``stored_settings``, and tensors of these names without values."""
+    entries = [
+        struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 0, 0, 0) for name in map(str.encode, names)
+    ]
+    header = _MAGIC + struct.pack("<IQQ", _VERSIONS[-1], len(entries), len(settings)) + b"".join(settings + entries)
+    return header + bytes(-len(header) % 4096)
 
 
 def _number(number: int) -> str:

@@ -78,8 +78,8 @@ class ModelNames:
 
     def changes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the values of the tensor ``name``, or their shape, differ in the model."""
-        zeros = np.broadcast_to(np.float32(0), shape)  # takes no memory
-        return EXPERT.fullmatch(name) is None and self._processed(name, zeros) is not zeros
+        value = np.broadcast_to(np.float32(-1), shape)  # takes no memory, and has a logarithm once its sign is changed
+        return EXPERT.fullmatch(name) is None and self._processed(name, value) is not value
 
     def changed(self, name: str, value: Tensor) -> Tensor:
         """The model's value of the tensor ``name``, float32."""

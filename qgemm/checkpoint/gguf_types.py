@@ -132,7 +132,7 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _fields(octets: Tensor, bits: int, run: int) -> Tensor:
-    """Fields of ``bits`` of octets ``[n, bytes]``: the lowest ones of ``run`` bytes, then the next, then other bytes."""
+    """Fields of ``bits`` of octets ``[n, bytes]``: the lowest of ``run`` bytes, then the next, then those of others."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=octets.device)[:, None]
     fields = (octets.reshape(len(octets), -1, 1, run) >> shifts) & ((1 << bits) - 1)
     return fields.flatten(1)

@@ -34,7 +34,7 @@ from qgemm.scheme import QuantScheme
 def can_store(scheme: QuantScheme) -> bool:
     """Whether GPTQ's format can hold layers of ``scheme``."""
     weight = scheme.weight
-    return scheme.is_weight_only and weight.dtype in ("int4", "int8") and not weight.float_zeros
+    return scheme.is_weight_only and scheme.down is None and weight.dtype in ("int4", "int8") and not weight.float_zeros
 
 
 def tensors_to_write(
@@ -50,9 +50,10 @@ def tensors_to_write(
     written = tensors_for_others(model, layers, tensors, ties, "GPTQ")
     for name, layer in layers.items():
         if not can_store(layer.scheme):
+            what = ", one for all of a module's experts" if layer.scheme.down is not None else ""
+            what = " with whole zero points" if layer.scheme.weight.float_zeros else what
             raise ValueError(
-                f"{name} has the scheme {layer.scheme.name!r}, and GPTQ stores int4 and int8-weight schemes"
-                f"{' with whole zero points' if layer.scheme.weight.float_zeros else ''}: "
+                f"{name} has the scheme {layer.scheme.name!r}, and GPTQ stores int4 and int8-weight schemes{what}: "
                 f"{ways_out(layer.scheme, layers, fits)}"
             )
         _check_sizes(name, layer, layers)

@@ -155,9 +155,11 @@ def _check_is_of_one_model(folder: Path) -> None:
     check_no_pickles(folder)
     names = sorted(path.name for path in folder.iterdir())
     if found := next((name for name in names if name.lower().endswith(_OF_OTHER_LIBRARIES)), None):
+        reads = "qgemm reads safetensors files alone"
+        if found.lower().endswith(".gguf"):
+            reads = "qgemm.load_quantized reads GGUF files of language models; what is quantized is safetensors"
         raise CheckpointError(
-            f"{folder} holds {found}, and no {WEIGHTS_FILE}: qgemm reads safetensors files alone. Start from the model "
-            "as transformers saves it"
+            f"{folder} holds {found}, and no {WEIGHTS_FILE}: {reads}. Start from the model as transformers saves it"
         )
     if any(_SHARED.fullmatch(name) for name in names):
         return  # one of several shards whose index is missing

@@ -23,7 +23,7 @@ from qgemm.checkpoint.tensors import find_module, split_name
 from qgemm.nn import LinearLayer, QuantExperts
 from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
 from qgemm.nn.kinds import meta_linear
-from qgemm.scheme import QuantScheme, TensorScheme
+from qgemm.scheme import QuantScheme
 
 _CPU = torch.device("cpu")
 # The names of an expert's linear layers: gate, up, down.
@@ -93,7 +93,7 @@ def fuse_experts(contents: Contents, model: nn.Module, config_path: Path) -> set
     """Puts layers of single experts together, as the modules of ``model`` hold them; returns these modules' names.
 
     Symmetric layers among asymmetric ones get zero points of 0. Raises ``CheckpointError`` if the experts of a module
-    aren't all quantized in one scheme, or if their shapes differ.
+    aren't all quantized in one scheme, or in one for gates and ups and one for the rest, or if their shapes differ.
     """
     holders = {name[: first.start()] for name in contents.manifest.layers for first in re.finditer(r"\.0(?=\.)", name)}
     found = {}
@@ -154,12 +154,14 @@ def _leaves_in(contents: Contents, path: str) -> tuple[str, str, str]:
 def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path) -> None:
     layers, E = contents.manifest.layers, source.num_experts
     weights = weights_of_experts(source, _leaves_in(contents, path))
-    singles = [f"{path}.{expert}.{leaf}" for expert in range(E) for _, leaves, _ in weights for leaf in leaves]
+    of_weights = [[f"{path}.{expert}.{leaf}" for expert in range(E) for leaf in leaves] for _, leaves, _ in weights]
+    singles = list(chain(*of_weights))
     if missing := [name for name in singles if name not in layers]:
         raise CheckpointError(
             f"{config_path.parent} lacks {missing[0]} quantized: all experts of a layer must be, or none"
         )
-    fused, activation = _in_one_scheme(contents, path, singles, config_path)
+    activation = next((layers[name].activation for name in singles if layers[name].activation is not None), None)
+    fused = _fused_scheme(contents, path, of_weights, config_path)
     for name, leaves, shape in weights:
         made: dict[QuantScheme, LinearLayer] = {}
         for expert, (index, leaf) in product(range(E), enumerate(leaves)):
@@ -192,53 +194,76 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
         contents.note(f"activations of experts stay in float, where the checkpoint asks for {activation.dtype}")
 
 
-def _in_one_scheme(
-    contents: Contents, path: str, names: list[str], config_path: Path
-) -> tuple[QuantScheme, TensorScheme | None]:
-    """The scheme of the experts ``path`` that the layers ``names`` form, and the activations that one of them asks for.
+def _fused_scheme(contents: Contents, path: str, of_weights: list[list[str]], config_path: Path) -> QuantScheme:
+    """The scheme of the experts ``path``, of whose two weights each is formed by some layers, ``of_weights``.
 
-    Adds zero points to symmetric layers if others have some; an expert's zero points may happen to be all in the
-    middle. Raises ``CheckpointError``, naming two layers, for other differences, and for static activations.
+    If all layers can't have one, those of each weight have one. Adds zero points to symmetric layers if others have
+    some; an expert's zero points may happen to be all in the middle, or 0. Raises ``CheckpointError``, naming two
+    layers, for other differences, and for static activations.
     """
-    layers = contents.manifest.layers
+    layers, names = contents.manifest.layers, list(chain(*of_weights))
     if any(layers[name].is_static for name in names):
         same = layers[names[0]].weight.dtype
         raise CheckpointError(
             f"{config_path}: {path} has static activations, which qgemm doesn't compute for experts: give a scheme to "
             f"convert them to as they are loaded, such as scheme={same!r}, which keeps the weights"
         )
-    activation = next((layers[name].activation for name in names if layers[name].activation is not None), None)
+    parts = [names] if _first_and_other(layers, names)[1] is None else of_weights
+    schemes = []
+    for part in parts:
+        first, other = _first_and_other(layers, part)
+        if other is not None:
+            raise _different(layers, first, other, config_path)
+        schemes.append(layers[first].for_experts())
+        for name in part:
+            if layers[name].weight.symmetric and not schemes[-1].weight.symmetric:
+                _add_zero_points(contents, name, first)
+                layers[name] = schemes[-1]
+    try:
+        return schemes[0].with_down(schemes[-1])
+    except ValueError:
+        raise _different(layers, parts[0][0], parts[-1][0], config_path) from None
+
+
+def _first_and_other(layers: Mapping[str, QuantScheme], names: list[str]) -> tuple[str, str | None]:
+    """The layer whose scheme all ``names`` are to have, and one that can't have it, if there is one."""
     first = next((name for name in names if not layers[name].weight.symmetric), names[0])
     fused = layers[first].for_experts()
     for name in names:
         own = layers[name].for_experts()
         if own == fused:
             continue
-        shifted = replace(own.weight, symmetric=fused.weight.symmetric, is_ordered=layers[name].weight.is_ordered)
+        shifted = replace(own.weight, is_ordered=layers[name].weight.is_ordered)
+        if own.weight.symmetric:
+            shifted = replace(shifted, symmetric=fused.weight.symmetric, float_zeros=fused.weight.float_zeros)
         if shifted != fused.weight or own.activation != fused.activation:
-            raise CheckpointError(
-                f"{config_path}: {first} has the scheme {layers[first].name!r}, and {name} {layers[name].name!r}; "
-                "qgemm's experts of a module have one scheme: give one to convert them to as they are loaded, such as "
-                "scheme='int8'"
-            )
-        _add_zero_points(contents, name)
-        layers[name] = fused
-    return fused, activation
+            return first, name
+    return first, None
 
 
-def _add_zero_points(contents: Contents, layer: str) -> None:
-    """Gives a symmetric ``layer`` zero points of 0."""
+def _different(layers: Mapping[str, QuantScheme], first: str, other: str, config_path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{config_path}: {first} has the scheme {layers[first].name!r}, and {other} {layers[other].name!r}; qgemm's "
+        "experts of a module have one scheme; with activations in float down may have another than gates and ups. Give "
+        "one to convert them to as they are loaded, such as scheme='int8'"
+    )
+
+
+def _add_zero_points(contents: Contents, layer: str, like: str) -> None:
+    """Gives a symmetric ``layer`` zero points of 0, in the dtype of those of the layer ``like``."""
     weight, scale, zero_point = (f"{layer}.{leaf}" for leaf in ("weight", "weight_scale", "weight_zero_point"))
     headers = contents.headers
     made = {
-        name: (name, headers[name].shape, dtype)
+        name: (name, headers[name].shape, stored_as)
         for name in (weight, scale)
-        if (dtype := headers[name].dtype) is not None
+        if (stored_as := headers[name].dtype) is not None
     }
-    made[zero_point] = scale, headers[scale].shape, torch.int8
+    known = headers.get(f"{like}.weight_zero_point")
+    dtype = torch.int8 if known is None or known.dtype is None else known.dtype
+    made[zero_point] = scale, headers[scale].shape, dtype
 
     def add(values: dict[str, Tensor]) -> Sequence[Tensor]:
-        return values[weight], values[scale], torch.zeros_like(values[scale], dtype=torch.int8)
+        return values[weight], values[scale], torch.zeros_like(values[scale], dtype=dtype)
 
     contents.convert_further(made, (weight, scale), add)
 
@@ -263,7 +288,7 @@ def _check_alike(contents: Contents, experts: Mapping[str, FloatExperts]) -> Non
 def _why_apart(scheme: QuantScheme, layer: LinearLayer, parts: int) -> str:
     """Why layers like ``layer`` can't be put together, where ``parts`` of them form a weight of an expert."""
     if not scheme.weight.is_stored_as(scheme.for_experts().weight):
-        return "which qgemm doesn't compute"
+        return "which qgemm doesn't compute: give a scheme to convert it to as it is loaded, such as scheme='int8'"
     if parts > 1 and layer.out_features % layer.rows_in_step:
         return f"whose blocks of {layer.rows_in_step} rows would hold both gates and ups"
     return ""

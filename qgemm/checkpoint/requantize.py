@@ -143,7 +143,7 @@ def _converted_layer(layer: QuantLayer, scheme: QuantScheme) -> QuantLayer:
     for weight in layer.weight_names:
         stacked: dict[str, list[Tensor]] = {}
         for expert in range(layer.num_experts):
-            one = in_scheme(layer.linear_of(weight, expert), scheme)
+            one = in_scheme(layer.linear_of(weight, expert), made.scheme.of(weight))
             for leaf, parameter in one.named_parameters(recurse=False):
                 stacked.setdefault(leaf, []).append(parameter.detach())
         for leaf, parts in stacked.items():
@@ -198,7 +198,7 @@ def _note(
         parameter = made.stored(leaf)
         source = f"{name}.{leaf if leaf in before else made.weight_names[0]}"
         dtype = parameter.dtype
-        if leaf in before and old.scheme.weight.is_stored_as(made.scheme.weight):
+        if leaf in before and old.scheme.of(leaf).weight.is_stored_as(made.scheme.of(leaf).weight):
             found = contents.headers[source].dtype  # is kept if the layer accepts it
             dtype = found if found is not None and made.accepts_dtype(leaf, found) else dtype
         new[f"{name}.{leaf}"] = (source, tuple(parameter.shape), dtype)

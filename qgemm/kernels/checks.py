@@ -271,7 +271,7 @@ def check_weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor |
     if has_int8:
         check_length(min(group_size, in_features))
     if zero_point is not None and zero_point.is_floating_point():
-        if has_int8 or format not in ("int4", "int8") or scale.dtype not in FLOAT_DTYPES:
+        if has_int8 or not takes_float_zeros(format, scale):
             raise ValueError(
                 f"zero_point is {zero_point.dtype}; floats are for int4 and int8 with float scales, and without "
                 "int8_activations"
@@ -291,6 +291,11 @@ def check_weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor |
         step=step,
         residual=residual,
     )
+
+
+def takes_float_zeros(format: str, scale: Tensor) -> bool:
+    """Whether weights in ``format`` with a ``scale`` of this dtype may have float zero points."""
+    return format in ("int4", "int8") and scale.dtype in FLOAT_DTYPES
 
 
 def check_hardware(a: Tensor, out_dtype: torch.dtype | None) -> None:

@@ -442,18 +442,19 @@ def weight_only_experts(
     """A mixture of experts of which only the weights are quantized: ``[T, H]`` in the dtype of ``x``.
 
     ``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``, where an expert is
-    ``activation(x @ W1[e].T + gate_up_bias[e]) @ W2[e].T + down_bias[e]``, and ``W = (q - zero_point) * scale``. Rows
-    are rounded to the dtype of ``x`` after either product and after the activation.
+    ``activation(x @ W1[e].T + gate_up_bias[e]) @ W2[e].T + down_bias[e]``, and ``W = (q - zero_point) * scale``, or
+    ``q * scale + zero_point`` with float zero points. Rows are rounded to the dtype of ``x`` after either product and
+    after the activation.
 
     ``x``, ``top_k_index``, ``top_k_weights``, ``residual``: as in ``experts``. ``weights``: ``gate_up`` has ``N = 2I``
     rows (all rows of the gate before those of up), or ``I``, and ``K = H``; ``down`` has ``N = H`` rows and ``K = I``:
 
     - ``gate_up``, ``down``: 4-bit: uint8 ``[E, N, packed_width(K)]``; 8-bit: int8 or float8_e4m3fn ``[E, N, K]``.
     - scales: ``[E, N, ceil(K / group_size)]``, float, uint8 exponents, or float8_e4m3fn with a global scale.
-    - zero points: int8, of the shape of the scales, or None. Global scales: float32 ``[E, 2]``, a factor and a divisor,
-      or None.
+    - zero points, of the shape of the scales: int8, or floats for int4 and int8 with float scales, or None.
+    - global scales: float32 ``[E, 2]``, a factor and a divisor, or None.
     - biases: float ``[E, N]``, or None.
-    - ``format``: the name of the weights' format. ``group_size``: how many values along K share a scale; 0 for all.
+    - formats: the names of the weights' formats. Group sizes: how many values along K share a scale; 0 for all.
     """
     x = x.resolve_neg()
     # The kernels multiply 16-bit values. For float32, PyTorch does on a GPU what it does on a CPU.

@@ -64,6 +64,25 @@ class ExpertWeights(NamedTuple):
         return gate_up, make(self.down[some], self.down_scale[some], down_bias)
 
 
+class WeightOnlyPart(NamedTuple):
+    """One of the two weights of all experts in ``WeightOnlyExperts``."""
+
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    global_scale: Tensor | None
+    bias: Tensor | None
+    format: str
+    group_size: int
+    """0 for a scale for each row."""
+    K: int
+
+    @property
+    def form(self) -> Format:
+        """The number format."""
+        return FORMATS[self.format]
+
+
 class WeightOnlyExperts(NamedTuple):
     """The weights of experts whose weights are quantized and whose products are in float.
 
@@ -81,8 +100,10 @@ class WeightOnlyExperts(NamedTuple):
     down_global_scale: Tensor | None
     down_bias: Tensor | None
     activation: GatedActivation
-    format: str
-    group_size: int
+    gate_up_format: str
+    gate_up_group_size: int
+    down_format: str
+    down_group_size: int
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -90,9 +111,10 @@ class WeightOnlyExperts(NamedTuple):
         return self[:10]
 
     @property
-    def form(self) -> Format:
-        """The number format of the weights."""
-        return FORMATS[self.format]
+    def parts(self) -> tuple[WeightOnlyPart, WeightOnlyPart]:
+        """``gate_up`` and ``down``, each with what belongs to it."""
+        H, intermediate = self.sizes
+        return WeightOnlyPart(*self[:5], *self[11:13], H), WeightOnlyPart(*self[5:10], *self[13:], intermediate)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -102,12 +124,12 @@ class WeightOnlyExperts(NamedTuple):
     @property
     def may_be_stacked(self) -> bool:
         """Whether ``stored`` accepts several experts: not if each has a global scale."""
-        return self.down_global_scale is None
+        return all(part.global_scale is None for part in self.parts)
 
     def stored(self, first: int, last: int) -> tuple[ScaledWeight, ScaledWeight]:
         """``gate_up`` and ``down`` of experts ``first`` to ``last`` (excluded), each with the rows of all of them."""
         made = []
-        for tensors, K in zip((self[:5], self[5:10]), self.sizes, strict=True):
+        for *tensors, format, group_size, K in self.parts:
             *stored, bias = (None if tensor is None else tensor[first:last].flatten(0, 1) for tensor in tensors)
-            made.append(ScaledWeight._make((*stored, None, bias, K, self.format, self.group_size or K, False, None)))
+            made.append(ScaledWeight._make((*stored, None, bias, K, format, group_size or K, False, None)))
         return made[0], made[1]

@@ -1,11 +1,17 @@
 """``StoredForm``: how a 4- or 8-bit weight of a layer or of experts is stored; kernels are compiled for it."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from qgemm.numerics.formats import FORMATS
 
 BLOCK_BYTES = 128
 """The bytes of a row of the weight that are multiplied at a time."""
+WHOLE_ROW = 2**30
+"""A group longer than any row, where one scale of a row can't be left to the sums."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,16 @@ class StoredForm:
     """Whether they are floats, which are added to the scaled values."""
     paired: bool = False
     """Whether the scales of a block's two halves are 32 bits that may be loaded together."""
+    whole: bool = False
+    """Whether a row consists of whole blocks, and the scales of each of them may be copied together."""
+
+    @classmethod
+    def of(cls, name: str, group: int, zero_point: Tensor | None) -> StoredForm:
+        """The form of a weight with these zero points. ``group``: 0 if all of a row share a scale."""
+        float_zeros = zero_point is not None and zero_point.is_floating_point()
+        if float_zeros:
+            group = group or WHOLE_ROW
+        return cls(name, group, has_zeros=zero_point is not None, float_zeros=float_zeros)
 
     @property
     def has_codebook(self) -> bool:
@@ -37,6 +53,11 @@ class StoredForm:
     def has_small_groups(self) -> bool:
         """Whether half a block has several groups."""
         return self.group % BLOCK_BYTES > 0
+
+    @property
+    def by_groups(self) -> bool:
+        """Whether few rows are multiplied group by group."""
+        return self.whole and self.group in (16, 32, 64)
 
     @property
     def scales_values(self) -> bool:

@@ -68,7 +68,12 @@ class Layer:
         return self.names[0]
 
     def scheme_for(self, scheme: QuantScheme) -> QuantScheme:
-        """The scheme that it gets where ``scheme`` is wanted."""
+        """The scheme that it gets where ``scheme`` is wanted; raises ``ValueError`` if that is for experts alone."""
+        if scheme.down is not None and not self.is_experts:
+            raise ValueError(
+                f"scheme is {scheme.name!r}, which is for experts alone, and {self.name} is linear: give each its own, "
+                f'as {{"*.experts": {scheme.name!r}, "*": {scheme.parts[0].name!r}}}'
+            )
         return scheme.for_experts() if self.is_experts else scheme
 
 

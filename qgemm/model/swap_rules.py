@@ -11,9 +11,10 @@ here. For other libraries, only some models were read or run. T5 and its relativ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 
 from torch import nn
 
@@ -124,10 +125,14 @@ def find_rule(ancestors: Iterable[tuple[nn.Module, str]]) -> SwapRule | None:
     ``ancestors``: each module around the layer, with the layer's dotted path below it.
     """
     for holder, path in ancestors:
-        for rule in SWAP_RULES:
-            if any(fnmatchcase(path, pattern) for pattern in rule.paths) and _is_for(rule, holder):
+        for is_at, rule in _RULES:
+            if is_at(path) and _is_for(rule, holder):
                 return rule
     return None
+
+
+# Of each the paths in one regular expression: a model's every layer is looked up below every module around it.
+_RULES = [(re.compile("|".join(map(translate, rule.paths))).match, rule) for rule in SWAP_RULES]
 
 
 def _is_for(rule: SwapRule, holder: nn.Module) -> bool:

@@ -97,7 +97,8 @@ class QuantExperts(QuantLayer):
         if self.scheme != (computed := self.scheme.for_experts()):
             raise ValueError(f'scheme {self.scheme.name!r} isn\'t supported for experts: use "{computed.name}"')
         for name in _WEIGHTS:
-            one = linear_class(self.scheme)(*self._sizes(name), bias, device, dtype, self.scheme)
+            own = self.scheme.of(name)
+            one = linear_class(own)(*self._sizes(name), bias, device, dtype, own)
             for end in _ENDS:
                 value = one._parameters.get(_leaf(end))
                 stacked = None if value is None else value.detach().expand(num_experts, *value.shape).clone()
@@ -113,7 +114,7 @@ class QuantExperts(QuantLayer):
 
         With ``expert`` None, one on meta, without values.
         """
-        linear = meta_linear(self.scheme, *self._sizes(name), self.has_bias)
+        linear = meta_linear(self.scheme.of(name), *self._sizes(name), self.has_bias)
         for end in _ENDS:
             value = self.stored(f"{name}{end}")
             if expert is not None and value is not None:
@@ -162,12 +163,12 @@ class QuantExperts(QuantLayer):
         if name not in self.fixed_names:
             return True
         weight, leaf = split_leaf(name)
-        return _asked(self.scheme, *self._sizes(weight), self.has_bias).accepts_dtype(leaf, dtype)
+        return _asked(self.scheme.of(weight), *self._sizes(weight), self.has_bias).accepts_dtype(leaf, dtype)
 
     def problem_with(self, name: str, value: Tensor) -> str:
         """What is wrong with ``value``, as of a linear layer of the scheme."""
         weight, leaf = split_leaf(name)
-        return _asked(self.scheme, *self._sizes(weight), self.has_bias).problem_with(leaf, value)
+        return _asked(self.scheme.of(weight), *self._sizes(weight), self.has_bias).problem_with(leaf, value)
 
     @classmethod
     def from_experts(cls, experts: nn.Module, scheme: str | QuantScheme = "int8") -> QuantExperts:
@@ -340,8 +341,9 @@ def expert_weights(
     """The weights of experts as one value; ``get`` gives a parameter of ``QuantExperts`` by its name."""
     if not scheme.is_weight_only:
         return ExpertWeights._make((*map(get, _OPERANDS), activation))
-    form = scheme.weight.dtype, scheme.weight.group_size or 0
-    return WeightOnlyExperts._make((*map(get, _WEIGHT_ONLY_OPERANDS), activation, *form))
+    gate_up, down = (scheme.weight, scheme.down or scheme.weight)
+    forms = gate_up.dtype, gate_up.group_size or 0, down.dtype, down.group_size or 0
+    return WeightOnlyExperts._make((*map(get, _WEIGHT_ONLY_OPERANDS), activation, *forms))
 
 
 def compute_experts(

@@ -25,7 +25,7 @@ def linear_class(scheme: str | QuantScheme) -> type[LinearLayer]:
     for kind in KINDS:
         if kind.computes(scheme):
             return kind
-    raise ValueError(f"no layer computes the scheme {scheme.name!r}: use one of qgemm.SCHEMES")
+    raise ValueError(f"no linear layer computes the scheme {scheme.name!r}: use one of qgemm.SCHEMES")
 
 
 def meta_linear(

@@ -100,7 +100,7 @@ class WeightOnlyLinear(LinearLayer):
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether ``scheme`` leaves activations in float."""
-        return scheme.is_weight_only
+        return scheme.is_weight_only and scheme.down is None
 
     @property
     def form(self) -> Format:

@@ -49,7 +49,7 @@ def weight_only_experts(
 ) -> Tensor:
     """``torch.ops.qgemm.weight_only_experts``, past the dispatcher where nobody on that way would see the call."""
     if seen_by_others(x, top_k_index, top_k_weights, residual, *weights.tensors):
-        operands = *weights.tensors, *_fields(weights.activation), weights.format, weights.group_size
+        operands = *weights.tensors, *_fields(weights.activation), *weights[11:]
         out: Tensor = torch.ops.qgemm.weight_only_experts(x, top_k_index, top_k_weights, *operands, residual)
         return out
     return dispatch.weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
@@ -151,5 +151,5 @@ _declare_experts(
     "Tensor? down_bias",
     dispatch.weight_only_experts,
     check_weight_only_experts,
-    ", str format, int group_size",
+    ", str gate_up_format, int gate_up_group_size, str down_format, int down_group_size",
 )

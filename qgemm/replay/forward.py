@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from qgemm.arguments import check_model, shown
 from qgemm.replay.graphs import CaptureError, GraphMemory, Replayed
-from qgemm.replay.snapshot import Snapshot
+from qgemm.replay.snapshot import Snapshot, UnfitModelError
 from qgemm.replay.values import UnfitValueError, form_of, put_together, take_apart
 from qgemm.warn import warn_user
 
@@ -31,10 +31,6 @@ _STATEFUL = "_diffusers_hook"  # the attribute of a module for its hooks: caches
 MAX_GRAPHS = 64
 MAX_CHANGES = 4
 """How often in succession graphs may be captured again before any of them was replayed."""
-
-
-class UnfitModelError(Exception):
-    """A model whose forward a graph can't repeat."""
 
 
 def fast_forward(model: Model, enabled: bool = True, *, max_graphs: int = MAX_GRAPHS) -> Model:

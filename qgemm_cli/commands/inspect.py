@@ -98,7 +98,7 @@ def _describe(layer: StoredLayer, checkpoint: Checkpoint) -> dict[str, Any]:
         "kind": layer.kind,
         "storage": layer.storage,
         "quantized": layer.is_quantized,
-        "scheme": None if scheme is None else scheme.name,
+        "scheme": None if scheme is None else scheme.of(layer.name.rpartition(".")[2]).name,
         "shape": list(layer.shape),
         "bytes": layer.nbytes,
     }

@@ -37,7 +37,8 @@ COMPLETE_CASES = {"own": 1000, "foreign": 300}
 def test_broken_checkpoints(formats: str, pytestconfig: pytest.Config) -> None:
     cases = (COMPLETE_CASES if pytestconfig.getoption("--complete") else CASES)[formats]
     # A process of its own: the address space is limited, and a crash is a failure like others.
-    done = run_process(Path(fuzz.__file__), "--cases", cases, *(["--foreign"] if formats == "foreign" else []))
+    options = ["--foreign"] if formats == "foreign" else []
+    done = run_process(Path(fuzz.__file__), "--cases", cases, *options, transformers=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     grown = counts.pop("peak_memory_grown")

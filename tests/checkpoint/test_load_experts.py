@@ -141,20 +141,33 @@ def split_group(groups: dict[str, Any], names: list[str], layer: str) -> None:
 
 
 @pytest.mark.slow
-def test_projections_in_two_schemes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leaf", ["down_proj", "up_proj"])
+def test_projections_in_two_schemes(leaf: str, tmp_path: Path) -> None:
     folders = {scheme: tmp_path / scheme for scheme in ("int4-32", "int8-weight")}
     for scheme, folder in folders.items():
         saved_as(folder, scheme, "gptq")
     wide = load_file(folders["int8-weight"] / "model.safetensors")
     mixed = Path(shutil.copytree(folders["int4-32"], tmp_path / "mixed"))
-    is_wide = re.compile(r"experts\.\d+\.down_proj")
+    is_wide = re.compile(rf"experts\.\d+\.{leaf}")
     edit_tensors(mixed, lambda tensors: tensors.update({k: v for k, v in wide.items() if is_wide.search(k)}))
-    with pytest.raises(
-        CheckpointError,
-        match=rf"{EXPERTS}\.0\.gate_proj has the scheme 'int4-32', and {EXPERTS}\.0\.down_proj 'int8-weight'; "
-        ".* such as scheme='int8'",
-    ):
-        qgemm.load_quantized(mixed)
+    if leaf == "up_proj":
+        with pytest.raises(
+            CheckpointError,
+            match=rf"{EXPERTS}\.0\.gate_proj has the scheme 'int4-32', and {EXPERTS}\.0\.up_proj 'int8-weight'; "
+            ".* such as scheme='int8'",
+        ):
+            qgemm.load_quantized(mixed)
+        return
+    model: Any = qgemm.load_quantized(mixed)
+    assert model.get_submodule(EXPERTS).scheme.name == "int4-32+int8-weight"
+    own = {scheme: qgemm.load_quantized(folder).get_submodule(EXPERTS) for scheme, folder in folders.items()}
+    for name, tensor in model.get_submodule(EXPERTS).state_dict().items():
+        scheme = "int8-weight" if name.startswith("down_proj") else "int4-32"
+        assert torch.equal(tensor, own[scheme].state_dict()[name]), name
+    qgemm.save_quantized(model, tmp_path / "own")
+    assert_same(qgemm.load_quantized(tmp_path / "own"), model)
+    with pytest.raises(ValueError, match=r"'int4-32\+int8-weight', and GPTQ stores .*, one for all of a module's exp"):
+        qgemm.save_quantized(model, tmp_path / "gptq", format="gptq")
     loaded, *alone = (
         qgemm.load_quantized(folder, scheme="int8").get_submodule(EXPERTS).state_dict()
         for folder in (mixed, *folders.values())

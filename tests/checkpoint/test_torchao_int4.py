@@ -101,8 +101,9 @@ def test_tiles(N: int, K: int, columns: int, parts: int, tmp_path: Path) -> None
     assert torch.equal(layer.dequantize(torch.float32).weight, weight)
 
 
-@pytest.mark.parametrize("scheme", [None, "int8"])
-def test_experts_need_another_scheme(scheme: str | None, tmp_path: Path) -> None:
+# Of the first layer the others would take the scheme.
+@pytest.mark.parametrize("symmetric", [None, "0.w1", "1.w2"])
+def test_experts(symmetric: str | None, tmp_path: Path) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -113,18 +114,24 @@ def test_experts_need_another_scheme(scheme: str | None, tmp_path: Path) -> None
     tensors = {name.replace(".mlp.", ".block_sparse_moe."): each for name, each in tensors.items()}
     q, scale, zero, weight = values(64, 64)
     for name in names:
-        tensors |= {key.replace("a.", f"{name}.", 1): each.clone() for key, each in plain(q, scale, zero).items()}
+        # Zero points of 0 make a layer symmetric, which those of others don't.
+        own = zero * 0 if name == f"{experts}.{symmetric}" else zero
+        tensors |= {key.replace("a.", f"{name}.", 1): each.clone() for key, each in plain(q, scale, own).items()}
     save_file(tensors, tmp_path / "model.safetensors", {f"{name}.weight": int4() for name in names})
     model.config.architectures = ["MixtralForCausalLM"]
     model.config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "torchao"}}))
-    if scheme is None:
-        with pytest.raises(CheckpointError, match=r"int4-32-float-zeros, which qgemm doesn't compute"):
-            qgemm.load_quantized(tmp_path)
-        return
-    made = qgemm.load_quantized(tmp_path, scheme=scheme).model.layers[0].mlp.experts.dequantize(torch.float32)
-    assert (made["down_proj"][1] - weight).abs().amax() < weight.abs().amax() / 127
+    layer = qgemm.load_quantized(tmp_path).model.layers[0].mlp.experts
+    assert layer.scheme.name == "int4-32-float-zeros"
+    assert layer.down_proj_zero_point.dtype == torch.bfloat16
+    made, wanted = layer.dequantize(torch.float32), dict.fromkeys(names, weight)
+    if symmetric is not None:
+        wanted[f"{experts}.{symmetric}"] = q * spread(scale)
+    for i in range(2):
+        gate, up, down = (wanted[f"{experts}.{i}.{leaf}"] for leaf in ("w1", "w3", "w2"))
+        assert torch.equal(made["gate_up_proj"][i], torch.cat((gate, up)))
+        assert torch.equal(made["down_proj"][i], down)
 
 
 Q, SCALE, ZERO, _ = values(16, 64)

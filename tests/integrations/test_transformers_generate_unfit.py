@@ -157,3 +157,16 @@ def test_decoding_of_a_class_goes_to_it() -> None:
         assert torch.equal(model.generate(**options, custom_generate=qgemm.generate), expected)
     qgemm.fast_generate(model)
     assert torch.equal(model.generate(**options), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_modules_of_torchscript_go_to_transformers() -> None:
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)).eval()
+    model.lm_head = torch.jit.trace(model.lm_head, torch.zeros(1, 64))
+    model.to(DEVICE)
+    options: dict[str, Any] = {"input_ids": PROMPTS.to(DEVICE), "max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(**options)
+    qgemm.fast_generate(model)
+    with pytest.warns(UserWarning, match="not qgemm's: it has modules of TorchScript"):
+        assert torch.equal(model.generate(**options), expected)

@@ -83,7 +83,16 @@ def assert_same_experts(method: Any, layer: Any, wanted: QuantExperts) -> None:
     assert torch.equal(method.apply(layer, x, weights, index), wanted._compute(x, own, weights, None))
 
 
-SCHEMES = ("int8", "fp8-block", "int4-32", "int4-channel-asymmetric", "nvfp4", "mxfp8")
+SCHEMES = (
+    "int8",
+    "fp8-block",
+    "int4-32",
+    "int4-channel-asymmetric",
+    "int4-32-float-zeros",
+    "nvfp4",
+    "mxfp8",
+    "int4+int8-weight",
+)
 
 
 @pytest.mark.parametrize(

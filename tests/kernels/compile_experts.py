@@ -62,10 +62,12 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
     # float16 doesn't hold all powers of 2, so they go this way on Hopper too.
     yield Case("experts weights few", lambda: weight_only(1, "mxfp4", fp16), only=both)
     yield Case("experts weights many", lambda: weight_only(2048, "int4-32-asymmetric", fp16), only=both)
+    yield Case("experts weights-floats many", lambda: weight_only(2048, "int8-weight-32-float-zeros", bf16), only=both)
     if limits.hopper:
         few = ("_few_tokens_kernel", "_combine_kernel")
         yield Case("experts hopper few", lambda: weight_only(1, "mxfp4", bf16), only=few)
         yield Case("experts several int4", lambda: weight_only(16, "int4-asymmetric", fp16), only=few[:1])
+        yield Case("experts several-floats int4", lambda: weight_only(16, "int4-float-zeros", bf16), only=few[:1])
         yield Case("experts several fp8", lambda: weight_only(16, "fp8-weight", bf16), only=few[:1])
         yield Case(
             "experts hopper many", lambda: weight_only(2048, "mxfp4", bf16), only=("_grouped_weight_hopper_kernel",)
@@ -128,7 +130,7 @@ def weight_only(T: int, scheme: str, dtype: torch.dtype) -> None:
     form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
     x = torch.empty(T, 2880, dtype=dtype, device=META)
     index, weights = torch.empty(T, 4, dtype=torch.int64, device=META), torch.empty(T, 4, device=META)
-    moe_weights.weight_only_experts(x, index, weights, WeightOnlyExperts(*tensors, GPT_OSS, *form))
+    moe_weights.weight_only_experts(x, index, weights, WeightOnlyExperts(*tensors, GPT_OSS, *form, *form))
 
 
 def products(limits: DeviceLimits) -> Iterator[Case]:

@@ -22,6 +22,7 @@ from qgemm.kernels.moe import weight_launcher as moe
 from qgemm.kernels.reference import weight_only_experts_reference
 from qgemm.kernels.stored_form import StoredForm
 from qgemm.nn import QuantExperts
+from qgemm.nn.experts import expert_weights
 from qgemm.nn.quant_layer import frozen
 from tests.kernels.devices import A100, H200, MI300X
 
@@ -46,10 +47,9 @@ def weights(
             setattr(layer, full, frozen(torch.stack(tensors)))
         if bias:
             layer.get_parameter(f"{name}_bias").data.normal_()
-    tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
-    moved = [None if each is None else each.detach().to(device) for each in tensors]
-    form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
-    return WeightOnlyExperts(*moved, activation, *form)
+    made = expert_weights(layer.to(device).scheme, activation, layer.stored)
+    assert isinstance(made, WeightOnlyExperts)
+    return made
 
 
 def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,6 +69,9 @@ def relative_error(out: Tensor, wanted: Tensor) -> float:
         ("mxfp4", torch.bfloat16),
         ("int4-32-asymmetric", torch.bfloat16),  # float16's scales are of another dtype
         ("int4-channel-asymmetric", torch.float16),
+        ("int4-32-float-zeros", torch.bfloat16),
+        ("int4-32-float-zeros+int8-weight-16", torch.bfloat16),
+        ("int8-weight-float-zeros", torch.float16),  # whose scales and zero points are float32
         ("nvfp4", torch.bfloat16),
         ("int8-weight-48", torch.float16),  # groups of no power of two
         ("fp8-weight", torch.bfloat16),
@@ -143,8 +146,11 @@ def test_float32_is_computed_without_kernels(device: torch.device, monkeypatch: 
 @pytest.mark.parametrize("limits", [A100, H200, MI300X], ids=["A100", "H200", "MI300X"])
 def test_a_config_fits_every_device(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_launcher, "device_limits", lambda _: limits)
-    for form in (StoredForm("fp4", 32), StoredForm("int8", 32)):
-        rows = [weight_launcher.select_weight_config(T, 32, form, torch.device("cpu")) for T in (4, 640, 2048, 65_536)]
+    floats = StoredForm("int4", 16, has_zeros=True, float_zeros=True)
+    for form in (StoredForm("fp4", 32), StoredForm("int8", 32), floats):
+        rows = [
+            weight_launcher.select_weight_config(T, 32, [form], torch.device("cpu")) for T in (4, 640, 2048, 65_536)
+        ]
         assert all(fits(config, form, limits) for config in rows)
         assert [config.block_m for config in rows] == sorted(config.block_m for config in rows)
         assert rows[0].block_m == 16

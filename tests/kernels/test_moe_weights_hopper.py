@@ -15,10 +15,11 @@ from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped.weight_hopper import select_many_tokens
 from qgemm.kernels.moe import few_tokens
 from qgemm.kernels.moe import weight_launcher as moe
-from qgemm.kernels.moe.few_tokens import hopper_form, select_few_tokens
+from qgemm.kernels.moe.few_tokens import hopper_forms, is_few, select_few_tokens
 from qgemm.kernels.reference import weight_only_experts_reference
-from qgemm.kernels.stored_form import StoredForm
+from qgemm.kernels.stored_form import WHOLE_ROW, StoredForm
 from qgemm.nn import QuantExperts
+from qgemm.nn.experts import expert_weights
 from qgemm.nn.quant_layer import frozen
 from tests.kernels.devices import H200
 
@@ -41,9 +42,9 @@ def weights(
                 stacked = torch.stack([one._parameters[f"weight{end}"].detach() for one in made])
                 setattr(layer, f"{name}{end}", frozen(stacked))
         layer.get_parameter(f"{name}_bias").data.normal_()
-    tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
-    form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
-    return WeightOnlyExperts(*[None if each is None else each.detach() for each in tensors], activation, *form)
+    held = expert_weights(layer.scheme, activation, layer.stored)
+    assert isinstance(held, WeightOnlyExperts)
+    return held
 
 
 def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -61,6 +62,9 @@ def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tens
         ("int4", torch.bfloat16),
         ("int4-asymmetric", torch.float16),
         ("int4-channel-asymmetric", torch.bfloat16),
+        ("int4-float-zeros", torch.bfloat16),
+        ("int4-float-zeros+int8-weight", torch.bfloat16),
+        ("int8-weight-float-zeros", torch.float16),
         ("int8-weight", torch.bfloat16),
         ("fp8-weight", torch.float16),
     ],
@@ -69,7 +73,7 @@ def test_kernels_compute_the_specification(T: int, scheme: str, dtype: torch.dty
     skip_elsewhere(device)
     activation = GatedActivation("relu2", gated=False) if scheme == "int8-weight" else GPT_OSS
     held = weights(scheme, dtype, device, activation)
-    assert hopper_form(held, dtype) is not None
+    assert hopper_forms(held, dtype) is not None
     x, index, top_k_weights = routed(T, dtype, device)
     residual = torch.randn_like(x) if T == 2 else None
     out = moe.weight_only_experts(x, index, top_k_weights, held, residual)
@@ -99,7 +103,7 @@ def test_more_tokens_of_an_expert_than_a_program_takes_at_a_time(
     x, index, top_k_weights = routed(9, torch.bfloat16, device)
     index[:, 0] = 3
     index[:, 1] = 1
-    monkeypatch.setattr(moe, "select_few_tokens", lambda P, E: select_few_tokens(1, E))
+    monkeypatch.setattr(moe, "is_few", lambda P, E: True)
     out = moe.weight_only_experts(x, index, top_k_weights, held)
     wanted = weight_only_experts_reference(x, index, top_k_weights, held)
     assert relative_error(out, wanted) < 2 * torch.finfo(torch.bfloat16).eps
@@ -128,22 +132,31 @@ def test_every_scale_of_8_bits_is_exact(device: torch.device) -> None:
         ("nvfp4", torch.bfloat16, None),
         ("int4", torch.float16, StoredForm("int4", 128)),
         ("int4-asymmetric", torch.bfloat16, StoredForm("int4", 128, has_zeros=True)),
+        ("int8-weight-float-zeros", torch.float16, StoredForm("int8", WHOLE_ROW, has_zeros=True, float_zeros=True)),
         ("int4-32", torch.bfloat16, None),
+        ("int4+int4-32", torch.bfloat16, None),
         ("int8-weight", torch.bfloat16, StoredForm("int8", 0)),
         ("mxfp8", torch.bfloat16, None),
     ],
 )
 def test_which_weights_the_kernels_take(scheme: str, dtype: torch.dtype, form: StoredForm | None) -> None:
     layer = QuantExperts(2, 192, 320, GPT_OSS, True, "meta", dtype, scheme)
-    tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
-    size = layer.scheme.weight.group_size or 0
-    held = WeightOnlyExperts(*tensors, GPT_OSS, layer.scheme.weight.dtype, size)
-    assert hopper_form(held, dtype) == form
+    held = expert_weights(layer.scheme, GPT_OSS, layer.stored)
+    assert isinstance(held, WeightOnlyExperts)
+    assert hopper_forms(held, dtype) == (None if form is None else [form, form])
 
 
 def test_tiles_by_the_rows_of_an_expert() -> None:
     # GPT-OSS's 32 experts, 4 a token.
-    assert [select_few_tokens(4 * T, 32) is not None for T in (1, 16, 32, 64, 2048)] == [True] * 3 + [False] * 2
+    assert [is_few(4 * T, 32) for T in (1, 16, 32, 64, 2048)] == [True] * 3 + [False] * 2
     assert [select_many_tokens(4 * T, 32) is not None for T in (1, 64, 512, 2048)] == [False] * 2 + [False, True]
     # One program after the other: as few as there is room for, or several rounds.
-    assert [few_tokens._tiles_of_program(tiles, H200) for tiles in (4, 1440, 10_080)] == [1, 3, 5]
+    tiles = (4, 1440, 10_080)
+    assert [few_tokens._tiles_of_program(each, few_tokens.FEW_TOKENS, H200) for each in tiles] == [1, 3, 5]
+
+
+def test_more_registers_and_fewer_programs_for_float_zero_points_of_4_bits() -> None:
+    floats = {"has_zeros": True, "float_zeros": True}
+    chosen = [select_few_tokens(StoredForm(name, 128, **floats)) for name in ("int4", "int8")]
+    assert chosen == [few_tokens.OF_FLOAT_ZEROS, few_tokens.FEW_TOKENS]
+    assert all(128 * each.programs * each.max_registers <= 65_536 for each in chosen)

@@ -8,7 +8,7 @@ import pytest
 from qgemm.kernels.stored_form import StoredForm
 from qgemm.kernels.weight_only.config import (
     BLOCK_BYTES,
-    FEW_ROWS_OF_FLOATS,
+    FEW_ROWS_OF_ZEROS,
     MAX_COUNTS,
     MAX_PARTS,
     TILE_ROWS,
@@ -67,12 +67,23 @@ def test_tiles_for_17_to_32_rows_of_int4(N: int, K: int, faster: bool) -> None:
 
 def test_the_ring_of_float_zero_points() -> None:
     floats = replace(INT4, has_zeros=True, float_zeros=True)
-    assert select_few_rows(16, 57344, replace(floats, group=64), H200) == FEW_ROWS_OF_FLOATS
+    assert select_few_rows(16, 57344, replace(floats, group=64), H200) == FEW_ROWS_OF_ZEROS
     assert fits_ring(16, 4096, floats)
     assert not fits_ring(17, 4096, floats)
     assert fits_ring(32, 4096, replace(INT8, has_zeros=True, float_zeros=True))
     assert not fits_ring(16, 4096, replace(floats, group=64))
     assert not fits_ring(16, 4096, replace(INT4, group=64))
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("M", [1, 8, 16])
+def test_few_rows_by_groups_fit_shared_memory(M: int, name: str) -> None:
+    form = StoredForm(name, 16, has_zeros=True, float_zeros=True, whole=True)
+    for N in (4096, 6144, 57344):
+        tile = select_few_rows(M, N, form, H200)
+        row = BLOCK_BYTES + 2 * 4 * form.block // form.group  # with factors in float32
+        slot = tile.splits * (tile.rows * row + tile.x_rows * form.block * 2)
+        assert tile.depth * slot <= H200.shared_memory
 
 
 @FORMS

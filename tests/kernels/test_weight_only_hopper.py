@@ -29,6 +29,8 @@ KINDS = {
     "int4 float zeros": ("int4", 128, "bfloat16"),
     "int4 groups of 32": ("int4", 32, "bfloat16"),
     "int4 groups of 32 float zeros": ("int4", 32, "float32"),
+    "int4 groups of 16 float zeros": ("int4", 16, "float32"),
+    "int4 groups of 64 zero points": ("int4", 64, "bfloat16"),
     "int4 groups of 48": ("int4", 48, "float32"),
     "int4 groups of 384": ("int4", 384, "float32"),
     "int4 float16": ("int4", 128, "float16"),
@@ -37,6 +39,8 @@ KINDS = {
     "int8 channel": ("int8", K, "float32"),
     "int8 channel float zeros": ("int8", K, "float16"),
     "int8 zero points": ("int8", 128, "bfloat16"),
+    "int8 groups of 16": ("int8", 16, "float32"),
+    "int8 groups of 64 zero points": ("int8", 64, "float16"),
     "fp8": ("fp8", K, "float32"),
     "mxfp8": ("fp8", 32, "e8m0"),
     "mxfp4": ("fp4", 32, "e8m0"),
@@ -44,6 +48,8 @@ KINDS = {
     "nf4": ("nf4", 64, "float32"),
     "bnb-fp4": ("bnb-fp4", 64, "float32"),
 }
+
+SMALL_GROUPS = [kind for kind, (_, size, _) in KINDS.items() if size < 128]
 
 
 def skip_elsewhere(device: torch.device) -> None:
@@ -69,13 +75,24 @@ def test_few_rows_of_whole_blocks(dtype: torch.dtype, N: int, K: int, M: int, ki
     check(dtype, M, K, kind, device, N=N)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, (_, size, _) in KINDS.items() if size < 128])
+@pytest.mark.parametrize("kind", SMALL_GROUPS)
+@pytest.mark.parametrize("M", [1, 7, 16])
+@pytest.mark.parametrize(("N", "K"), [(200, 256), (1003, 2304), (4200, 7168), (17000, 768)])
+def test_few_rows_by_groups(N: int, K: int, M: int, kind: str, device: torch.device) -> None:
+    """Rows of whole blocks, whose scales are copied with them; steps with fewer blocks than warps."""
+    skip_elsewhere(device)
+    check(torch.bfloat16, M, K, kind, device, N=N)
+    check(torch.float16, M, K, kind, device, N=N)
+
+
+@pytest.mark.parametrize("kind", SMALL_GROUPS)
 @pytest.mark.parametrize("M", [30, 50, 200])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_groups_in_tiles(dtype: torch.dtype, M: int, kind: str, device: torch.device) -> None:
-    """Rows of scales that are whole numbers of 32 bits."""
+    """Rows of scales that are whole numbers of 32 bits, and rows of whole blocks."""
     skip_elsewhere(device)
     check(dtype, M, 1152, kind, device)
+    check(dtype, M, 1280, kind, device)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8 channel"])
@@ -161,18 +178,23 @@ def check(
     return out, wanted
 
 
-def test_scales_may_begin_anywhere(device: torch.device) -> None:
-    """Two are read together, where they begin at a multiple of 4 bytes."""
+@pytest.mark.parametrize("size", [128, 32])
+@pytest.mark.parametrize("M", [3, 40])
+def test_scales_may_begin_anywhere(M: int, size: int, device: torch.device) -> None:
+    """Two are read together, where they begin at a multiple of 4 bytes, and those of small groups at one of 16."""
     skip_elsewhere(device)
-    scale = torch.rand(N * 8 + 1, device=device).bfloat16()
+    groups = 1024 // size
+    scale = torch.rand(N * groups + 2, device=device).bfloat16()
     values = torch.randint(0, 256, (N, 512), dtype=torch.uint8, device=device)
-    x = torch.randn(3, 1024, device=device, dtype=torch.bfloat16)
+    x = torch.randn(M, 1024, device=device, dtype=torch.bfloat16)
     outs = []
-    for each in (scale[:-1], scale[1:], scale[1:].clone()):
-        layer = ScaledWeight(values, each.view(N, 8), None, None, None, None, 1024, "int4", 128)
-        outs.append(weight_only_linear(x, layer))
-    assert torch.equal(outs[1], outs[2])
-    assert not torch.equal(outs[0], outs[1])
+    for each in (scale[:-2], scale[1:-1], scale[1:-1].clone(), scale[2:], scale[2:].clone()):
+        layer = ScaledWeight(values, each.view(N, groups), None, None, None, None, 1024, "int4", size)
+        outs.append(weight_only_linear(x, layer).double())
+    # Kernels for other addresses may add in another order.
+    assert (outs[1] - outs[2]).abs().max() <= 0.01 * outs[1].abs().max()
+    assert (outs[3] - outs[4]).abs().max() <= 0.01 * outs[3].abs().max()
+    assert (outs[0] - outs[1]).abs().max() > 0.1 * outs[1].abs().max()
 
 
 def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:

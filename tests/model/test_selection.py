@@ -181,6 +181,7 @@ def test_skip_and_include_beside_schemes_by_pattern() -> None:
         ({"*.attn": "int4", "*": "int8"}, r"scheme: '\*.attn' matches no linear layer"),
         ({"*": "int8", "*.up": "int4"}, r"scheme: '\*.up' comes after patterns that match all of its layers"),
         ({"*": "int9"}, "scheme is 'int9'"),
+        ("int4+int8-weight", r"'int4\+int8-weight', which is for experts alone, and layers.0.up is linear"),
         ({"*": None}, r"nothing to quantize: all 5 .* \(5 x scheme=\{'\*': None\}\)"),
     ],
 )

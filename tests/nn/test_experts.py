@@ -135,7 +135,7 @@ def test_rows_of_zeros_of_sorted_experts_are_zeros(device: torch.device) -> None
 # Schemes
 
 EXPERT_SCHEMES = ["int4", "int4-32-asymmetric", "int4-channel", "mxfp4", "mxfp8", "nvfp4", "nf4", "int8-weight"]
-EXPERT_SCHEMES += ["bnb-fp4"]
+EXPERT_SCHEMES += ["bnb-fp4", "int4-32-float-zeros", "int4-32-float-zeros+int8-weight-16"]
 FP8_SCHEMES = ["fp8", "fp8-block"]
 families_and_schemes = pytest.mark.parametrize(
     ("family", "scheme"),
@@ -154,7 +154,8 @@ def test_weights_are_those_of_linear_layers(family: str, scheme: str) -> None:
             rows = source.rows_of(name, module.get_parameter(source.parameters[name]).detach(), expert)
             linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
             linear.weight.data = rows
-            wanted = linear_class(scheme).from_linear(linear, scheme).dequantize(torch.float32).weight
+            own = layer.scheme.of(name)
+            wanted = linear_class(own).from_linear(linear, own).dequantize(torch.float32).weight
             assert torch.equal(found[name][expert], wanted)
 
 
@@ -191,8 +192,8 @@ def test_output_is_that_of_the_specification_in_every_scheme(
         operands = [(weight, scale, bias) for weight, scale, _, _, bias in parts]
         wanted = experts_reference(x, index, weights, ExpertWeights(*operands[0], *operands[1], layer.activation))
     else:
-        form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
-        packed = WeightOnlyExperts(*parts[0], *parts[1], layer.activation, *form)
+        forms = [(part.weight.dtype, part.weight.group_size or 0) for part in layer.scheme.parts]
+        packed = WeightOnlyExperts(*parts[0], *parts[1], layer.activation, *forms[0], *forms[1])
         wanted = weight_only_experts_reference(x, index, weights, packed)
     assert out.dtype == dtype
     # A value of fp8 that is rounded the other way changes a row by a thousandth.
@@ -202,7 +203,9 @@ def test_output_is_that_of_the_specification_in_every_scheme(
 _ENDS = ("", "_scale", "_zero_point", "_global_scale", "_bias")
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4-32-asymmetric", "fp8-block"])
+@pytest.mark.parametrize(
+    "scheme", ["mxfp4", "nvfp4+int8-weight", "int4-32-asymmetric", "int8-weight-float-zeros", "fp8-block"]
+)
 def test_a_state_dict_brings_every_scheme_back(scheme: str) -> None:
     module = ALL["gpt_oss"]()
     layer = QuantExperts.from_experts(module, scheme)

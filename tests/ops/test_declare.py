@@ -215,12 +215,14 @@ def test_opcheck(variant: str, dtype: torch.dtype, device: torch.device) -> None
     # doesn't support.
     has_float8 = any(isinstance(each, Tensor) and each.dtype == E4M3 for each in arguments)
     others: Any = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(operator, arguments, test_utils=others if has_float8 else "ALL")
+    x, *rest = arguments
     layers = ("quant_linear", "block_scaled", "weight_only_linear")
-    if variant.startswith(("matmul", *layers, "hadamard", "add_norm", "norm_quantize")):
-        x, *rest = arguments
-        kinds = others[:2] if E4M3 in rest else others if has_float8 else "ALL"
-        torch.library.opcheck(operator, (x.clone().requires_grad_(), *rest), test_utils=kinds)
+    has_gradient = variant.startswith(("matmul", *layers, "hadamard", "add_norm", "norm_quantize"))
+    if has_gradient and E4M3 in rest:  # as outputs
+        torch.library.opcheck(operator, (x.clone().requires_grad_(), *rest), test_utils=others[:2])
+    elif has_gradient:  # what is checked without one is checked with it, too
+        arguments = (x.clone().requires_grad_(), *rest)
+    torch.library.opcheck(operator, arguments, test_utils=others if has_float8 else "ALL")
 
 
 @VARIANTS

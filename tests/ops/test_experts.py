@@ -98,17 +98,17 @@ def weight_only_operands(scheme: str, device: torch.device, dtype: torch.dtype =
     return (x, index, torch.rand(9, 2, device=device), *map(layer.stored, names)), form, layer
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "int4-32-asymmetric"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4-32-asymmetric", "int4-32-float-zeros"])
 def test_opcheck_of_weight_only_experts(scheme: str, device: torch.device) -> None:
     (x, index, weights, *rest), form, _ = weight_only_operands(scheme, device)
     x.requires_grad_()
-    arguments = (x, index, weights, *rest, *fields(GPT_OSS), *form)
+    arguments = (x, index, weights, *rest, *fields(GPT_OSS), *form, *form)
     torch.library.opcheck(torch.ops.qgemm.weight_only_experts.default, (*arguments, torch.randn_like(x)))
     gradient = torch.ops.qgemm.weight_only_experts_backward.default
     torch.library.opcheck(gradient, (torch.randn_like(x), x.detach(), *arguments[1:]))
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4-channel"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4-channel", "int4-32-float-zeros"])
 def test_gradients_of_weight_only_experts(scheme: str, device: torch.device) -> None:
     (x, index, weights, *_), _, layer = weight_only_operands(scheme, device)
     x.requires_grad_()
@@ -142,15 +142,19 @@ def test_gradients_of_fp8_experts(scheme: str, device: torch.device) -> None:
         ({"down_scale": lambda t: t[..., :1]}, r"down's scale is .*; it must be .* \[4, 64, 2\]"),
         ({"gate_up_bias": lambda t: t[:, 1:]}, r"gate_up's bias is .*; it must be .* \[4, 96\]"),
         ({"gate_up_scale": lambda t: t.mT.contiguous().mT}, "gate_up's scale has strides .*; it must be contiguous"),
-        ({"format": lambda _: "fp3"}, "format is 'fp3'; it must be one of"),
-        ({"group_size": lambda _: -1}, "group_size is -1; it must be at least 1, or 0"),
+        (
+            {"down_zero_point": lambda _: torch.zeros(4, 64, 2)},
+            "down's zero point is torch.float32, of fp4 with scales in",
+        ),
+        ({"gate_up_format": lambda _: "fp3"}, "gate_up_format is 'fp3'; it must be one of"),
+        ({"down_group_size": lambda _: -1}, "down_group_size is -1; it must be at least 1, or 0"),
         ({"x": lambda t: t[:, 1:]}, r"x is \[9, 63\]; it must be \[T, 64\]"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
 def test_wrong_arguments_of_weight_only_experts(changes: dict[str, Any], message: str) -> None:
     (x, index, weights, *rest), form, _ = weight_only_operands("mxfp4", torch.device("cpu"))
-    values = {"x": x} | WeightOnlyExperts(*rest, GPT_OSS, *form)._asdict()
+    values = {"x": x} | WeightOnlyExperts(*rest, GPT_OSS, *form, *form)._asdict()
     for name, change in changes.items():
         values[name] = change(values[name])
     with pytest.raises(ValueError, match=message):

@@ -251,13 +251,18 @@ def test_models_that_a_graph_can_not_repeat_run_as_before_with_a_reason(
     torch.testing.assert_close(given, again, rtol=0, atol=0)
 
 
-def test_hooks_of_diffusers_and_parameters_elsewhere_are_named(
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_hooks_of_diffusers_scripts_and_parameters_elsewhere_are_named(
     graphs: list[Any], scaled: Scaled, device: torch.device
 ) -> None:
     scaled.layer._diffusers_hook = object()
     with pytest.warns(UserWarning, match="hooks of diffusers, which keep state"):
         qgemm.fast_forward(scaled)(inputs(3, device))
     del scaled.layer._diffusers_hook
+    scaled.other = torch.jit.trace(nn.Linear(8, 8), inputs(3, torch.device("cpu"))).to(device)
+    with pytest.warns(UserWarning, match="modules of TorchScript"):
+        qgemm.fast_forward(scaled)(inputs(3, device))
+    del scaled.other
     scaled.register_buffer("table", torch.zeros(3, device="meta"))
     with pytest.warns(UserWarning, match="parameters on meta, and inputs on"):
         qgemm.fast_forward(scaled)(inputs(3, device))

@@ -87,9 +87,9 @@ def test_a_pickle(source: Path, tmp_path: Path) -> None:
     [
         (
             "model-Q4_K_M.gguf",
-            r"holds model-Q4_K_M\.gguf, and no .*: qgemm reads safetensors files alone",
+            r"holds model-Q4_K_M\.gguf, and no .*: qgemm\.load_quantized reads GGUF files .* Start from the model",
         ),
-        ("model.onnx", r"holds model\.onnx, and no"),
+        ("model.onnx", r"holds model\.onnx, and no .*: qgemm reads safetensors files alone"),
         (
             "model.fp16.safetensors",
             r"holds model\.fp16\.safetensors, and neither .*rename it to model\.safetensors",

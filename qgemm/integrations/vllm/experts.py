@@ -93,7 +93,7 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         experts = QuantExperts(num_experts, hidden_size, inner, dtype=params_dtype, **options)
         for name, parameter in experts.named_parameters():
             weight, leaf = split_leaf(name)
-            if leaf == "bias":
+            if leaf in ("bias", "weight_zero_point") and parameter.is_floating_point():
                 parameter.fill_(torch.nan)
             elif name in self.scale_names and parameter.dtype == torch.uint8:
                 parameter.fill_(no_scale(parameter.dtype))

@@ -1,8 +1,9 @@
 """Grouped products of float rows with stored 4- and 8-bit weights: device code for any GPU.
 
-``C[m] = A[m] @ W[g].T + bias[g]`` for the group ``g`` of row ``m``, where ``W = (q - z) * s``. Tiles come from the
-table of ``write_tiles``. A piece of the weight is unpacked in registers. With few rows of A, the tensor cores read it
-from there; with many, it goes through shared memory, from which Hopper's instructions read it.
+``C[m] = A[m] @ W[g].T + bias[g]`` for the group ``g`` of row ``m``, where ``W = (q - z) * s``, or ``q * s + z`` with a
+float ``z``. Tiles come from the table of ``write_tiles``. A piece of the weight is unpacked in registers. With few rows
+of A, the tensor cores read it from there; with many, it goes through shared memory, from which Hopper's instructions
+read it.
 
 A value times its scale is rounded once, to the dtype of A, which changes nothing for powers of two. Sums are float32.
 """
@@ -139,7 +140,7 @@ def _load_factors(scale, zero_point, n, k, K, FORM: tl.constexpr, PIECE: tl.cons
 
 @triton.jit
 def _scaled(values, factors, FORM: tl.constexpr, PIECE: tl.constexpr):
-    """``(q - z) * s`` of values ``[rows, PIECE]``, in the columns that ``factors`` belong to."""
+    """``(q - z) * s``, or ``q * s + z``, of values ``[rows, PIECE]``, in the columns that ``factors`` belong to."""
     GROUP: tl.constexpr = FORM.group
     scale = factors[0]
     zero_point = factors[1] if len(factors) == 2 else None
@@ -157,10 +158,15 @@ def _scaled(values, factors, FORM: tl.constexpr, PIECE: tl.constexpr):
 
 @triton.jit
 def _times(values, raw, zero_point, FORM: tl.constexpr):
-    """``(values - zero_point) * scale``, rounded once. ``raw``: the scales as they are stored."""
-    if zero_point is not None:
+    """``(values - zero_point) * scale``, or ``values * scale + zero_point``, rounded once.
+
+    ``raw``: the scales as they are stored.
+    """
+    if zero_point is not None and not FORM.float_zeros:
         values = _minus(values, zero_point)
-    if FORM.group == 0:
+    if FORM.float_zeros:
+        return _multiply_add(values, tl.broadcast_to(raw, values.shape), tl.broadcast_to(zero_point, values.shape))
+    elif FORM.group == 0:
         return values
     elif raw.dtype == tl.uint8 and values.dtype == tl.bfloat16:
         bits = tl.where(raw == 0, 1 << 6, raw.to(tl.int16) << 7)
@@ -169,6 +175,17 @@ def _times(values, raw, zero_point, FORM: tl.constexpr):
         return product(values, raw)
     else:
         return rounded(values.to(tl.float32) * scale_value(raw), values.dtype)
+
+
+@triton.jit
+def _multiply_add(values, scale, zero_point):
+    """``values * scale + zero_point`` of floats, rounded to the dtype of ``values``."""
+    if values.dtype == scale.dtype and values.dtype == zero_point.dtype and not INTERPRETING:
+        return tl.fma(values, scale, zero_point)
+    else:
+        # The interpreter can't multiply bfloat16.
+        sums = tl.fma(values.to(tl.float32), scale.to(tl.float32), zero_point.to(tl.float32))
+        return rounded(sums, values.dtype)
 
 
 @triton.jit

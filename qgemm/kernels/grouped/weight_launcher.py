@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ class WeightConfig:
         return self.num_stages * self.piece * (self.block_n + self.block_m * 2 * (8 // bits))
 
 
-# By the maximum number of rows of a group; the first config that fits in shared memory is used.
+# By the maximum number of rows of a group; the first config that fits is used.
 BY_ROWS: tuple[tuple[float, tuple[WeightConfig, ...]], ...] = (
     (12, (WeightConfig(16, 64, 128, 4, 4), WeightConfig(16, 64, 64, 4, 2))),
     (40, (WeightConfig(32, 64, 128, 4, 3), WeightConfig(32, 64, 64, 4, 2))),
@@ -42,19 +43,20 @@ BY_ROWS: tuple[tuple[float, tuple[WeightConfig, ...]], ...] = (
 HOPPER = WeightConfig(128, 128, 32, 4, 4)
 
 
-def select_weight_config(T: int, G: int, form: StoredForm, device: torch.device) -> WeightConfig:
-    """The config for ``T`` rows that go to ``G`` groups at random."""
+def select_weight_config(T: int, G: int, forms: Sequence[StoredForm], device: torch.device) -> WeightConfig:
+    """The config for ``T`` rows that go to ``G`` groups at random, for weights of all these forms."""
     limits = device_limits(device)
     rows = rows_of_group(T, G)
     if limits.hopper and rows > BY_ROWS[-2][0]:
         return HOPPER
     configs = next(configs for most, configs in BY_ROWS if rows <= most)
-    return next(config for config in configs if fits(config, form, limits))
+    return next(config for config in configs if all(fits(config, form, limits) for form in forms))
 
 
 def fits(config: WeightConfig, form: StoredForm, limits: DeviceLimits) -> bool:
-    """Whether the device has enough shared memory for it."""
-    return config.shared_memory(form.bits) <= limits.shared_memory
+    """Whether the device has enough shared memory for it, and threads enough registers for scales and zero points."""
+    spills = form.float_zeros and form.bits == 4 and form.group == 16 and config.block_m > 16 and config.piece > 64
+    return not spills and config.shared_memory(form.bits) <= limits.shared_memory
 
 
 def weight_product_launch(

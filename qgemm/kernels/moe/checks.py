@@ -13,6 +13,7 @@ from qgemm.kernels.checks import (
     check_tensor,
     conversion,
     names_of,
+    takes_float_zeros,
 )
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.routing import Routing
@@ -106,11 +107,12 @@ def check_weight_only_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
 ) -> None:
     """Raises if ``weight_only_experts`` doesn't accept these."""
-    gate_up, down, activation, format, size = weights.gate_up, weights.down, *weights[10:]
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}; it must be one of {sorted(FORMATS)}")
-    if size < 0:
-        raise ValueError(f"group_size is {size}; it must be at least 1, or 0 for a scale for each row")
+    gate_up, down, activation = weights.gate_up, weights.down, weights.activation
+    for name, format, size in (("gate_up", *weights[11:13]), ("down", *weights[13:])):
+        if format not in FORMATS:
+            raise ValueError(f"{name}_format is {format!r}; it must be one of {sorted(FORMATS)}")
+        if size < 0:
+            raise ValueError(f"{name}_group_size is {size}; it must be at least 1, or 0 for a scale for each row")
     if gate_up.ndim != 3 or down.ndim != 3 or len(gate_up) != len(down):
         found = f"{list(gate_up.shape)} and {list(down.shape)}"
         raise ValueError(f"gate_up and down are {found}; they must be [E, N, ...] and [E, H, ...], for as many experts")
@@ -118,18 +120,16 @@ def check_weight_only_experts(
     if not intermediate or (activation.gated and gate_up.shape[1] % 2):
         wanted = "an even number, of gates and ups" if activation.gated else "at least 1"
         raise ValueError(f"gate_up is {list(gate_up.shape)}; its rows must be {wanted}")
-    is_packed = weights.form.bits == 4
-    dtypes = (torch.uint8 if is_packed else weights.form.storage,)
-    for name, K, (weight, scale, zero_point, global_scale, bias) in (
-        ("gate_up", H, weights[:5]),
-        ("down", intermediate, weights[5:10]),
-    ):
+    for name, own in zip(("gate_up", "down"), weights.parts, strict=True):
+        weight, scale, zero_point, global_scale, bias, format, size, K = own
+        is_packed = own.form.bits == 4
+        dtypes = (torch.uint8 if is_packed else own.form.storage,)
         rows = tuple(weight.shape[:2])
         scales = (*rows, cdiv(K, size or K))
         for part, tensor, allowed, shape in (
             ("", weight, dtypes, (*rows, packed_width(K) if is_packed else K)),
             ("'s scale", scale, GROUP_SCALE_DTYPES, scales),
-            ("'s zero point", zero_point, (torch.int8,), scales),
+            ("'s zero point", zero_point, (torch.int8, *FLOAT_DTYPES), scales),
             ("'s global scale", global_scale, (torch.float32,), (E, 2)),
             ("'s bias", bias, FLOAT_DTYPES, rows),
         ):
@@ -141,6 +141,9 @@ def check_weight_only_experts(
         if (global_scale is None) == (scale.dtype == torch.float8_e4m3fn):
             has = "no global scale" if global_scale is None else "a global scale"
             raise ValueError(f"{name}'s scale is {scale.dtype}, with {has}: one goes with float8_e4m3fn alone")
+        if zero_point is not None and zero_point.is_floating_point() and not takes_float_zeros(format, scale):
+            found = f"{name}'s zero point is {zero_point.dtype}, of {format} with scales in {scale.dtype}"
+            raise ValueError(f"{found}; floats are for int4 and int8 with float scales")
         check_same_device(
             **{name: weight, f"{name}'s scale": scale, f"{name}'s zero point": zero_point},
             **{f"{name}'s global scale": global_scale, f"{name}'s bias": bias},

@@ -11,7 +11,7 @@ from math import ceil
 import torch
 
 from qgemm.kernels.activations import GatedActivation
-from qgemm.kernels.expert_weights import WeightOnlyExperts
+from qgemm.kernels.expert_weights import WeightOnlyExperts, WeightOnlyPart
 from qgemm.kernels.grouped.config import filled_groups, rows_of_group
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
@@ -22,7 +22,6 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 SCALED_GROUP = 32  # values that share a power of 2
 MAX_FEW_ROWS = 4.5  # of an expert, on average: then few experts have more than a program multiplies at a time
 MAX_PAIRS = 1024  # that each program searches
-PROGRAMS_PER_SM = 4
 MAX_ROUNDS = 4  # waves of programs
 
 
@@ -40,36 +39,49 @@ class FewTokens:
     """Tiles that a program computes one after the other; 0 for as many as suit the problem."""
     max_registers: int = 128
     """The number of registers per thread."""
+    programs: int = 4
+    """How many programs an SM holds with so many."""
 
 
-def hopper_form(weights: WeightOnlyExperts, dtype: torch.dtype) -> StoredForm | None:
-    """The form of ``weights`` with inputs of ``dtype``; None if the kernels don't accept it."""
-    form, group = weights.form, weights.group_size
-    if any(size % 16 for size in weights.sizes) or weights.gate_up.shape[1] % 16:
+FEW_TOKENS = FewTokens(4, 16, 3, 4)
+OF_FLOAT_ZEROS = replace(FEW_TOKENS, max_registers=168, programs=3)
+
+
+def hopper_forms(weights: WeightOnlyExperts, dtype: torch.dtype) -> list[StoredForm] | None:
+    """The forms of both ``weights`` with inputs of ``dtype``; None if the kernels don't accept one."""
+    forms = [form for part in weights.parts if (form := _hopper_form(part, dtype)) is not None]
+    return forms if len(forms) == 2 else None
+
+
+def _hopper_form(part: WeightOnlyPart, dtype: torch.dtype) -> StoredForm | None:
+    if part.weight.shape[1] % 16 or part.K % 16:
         return None
-    if weights.gate_up_global_scale is not None or dtype not in (torch.float16, torch.bfloat16):
+    if part.global_scale is not None or dtype not in (torch.float16, torch.bfloat16):
         return None
-    has_zeros = weights.gate_up_zero_point is not None
-    if weights.gate_up_scale.dtype == torch.uint8:
-        fits = form.name == "fp4" and group == SCALED_GROUP and dtype == torch.bfloat16
+    if part.scale.dtype == torch.uint8:
+        fits = part.format == "fp4" and part.group_size == SCALED_GROUP and dtype == torch.bfloat16
         # Two exponents are loaded together.
-        fits = fits and all(size % (2 * SCALED_GROUP) == 0 for size in weights.sizes)
-        return StoredForm(form.name, group) if fits else None
-    if group % BLOCK_BYTES or not weights.gate_up_scale.is_floating_point():
+        fits = fits and part.K % (2 * SCALED_GROUP) == 0
+        return StoredForm(part.format, part.group_size) if fits else None
+    if part.group_size % BLOCK_BYTES or not part.scale.is_floating_point():
         return None
-    return StoredForm(form.name, group, has_zeros)
+    return StoredForm.of(part.format, part.group_size, part.zero_point)
 
 
-def select_few_tokens(P: int, E: int) -> FewTokens | None:
-    """The tile for ``P`` pairs of a token and a random one of ``E`` experts; None if there are too many pairs."""
-    if P > MAX_PAIRS or rows_of_group(P, E) > MAX_FEW_ROWS:
-        return None
-    return FewTokens(4, 16, 3, 4)
+def is_few(P: int, E: int) -> bool:
+    """Whether ``P`` pairs of a token and a random one of ``E`` experts are few enough for the kernels."""
+    return P <= MAX_PAIRS and rows_of_group(P, E) <= MAX_FEW_ROWS
 
 
-def _tiles_of_program(tiles: float, limits: DeviceLimits) -> int:
+def select_few_tokens(form: StoredForm) -> FewTokens:
+    """The tile for a weight of this ``form``."""
+    # With fewer registers, some of a factor and an addend for each group of 4-bit weights would be spilled.
+    return OF_FLOAT_ZEROS if form.float_zeros and form.bits == 4 else FEW_TOKENS
+
+
+def _tiles_of_program(tiles: float, tile: FewTokens, limits: DeviceLimits) -> int:
     """How many of all ``tiles`` a program computes: starting takes as long as some, but programs must end together."""
-    rounds = tiles / (limits.num_sms * PROGRAMS_PER_SM)
+    rounds = tiles / (limits.num_sms * tile.programs)
     return max(1, ceil(rounds / MAX_ROUNDS) if rounds > MAX_ROUNDS else ceil(rounds))
 
 
@@ -95,7 +107,7 @@ def few_tokens_launch(
     gated = activation is not None and activation.gated
     columns, rows = (N // 2, tile.rows // 2) if gated else (N, tile.rows)
     if tile.count == 0:
-        tile = replace(tile, count=_tiles_of_program(filled_groups(P, E) * cdiv(columns, rows), limits))
+        tile = replace(tile, count=_tiles_of_program(filled_groups(P, E) * cdiv(columns, rows), tile, limits))
     function = None if activation is None else DEVICE_ACTIVATIONS[activation.name]
     pairs = max(limits.warp_size * tile.warps, next_power_of_2(P))
     of_row = 1 if activation is None else top_k

@@ -8,7 +8,7 @@ after the other, since starting takes as long as a tile.
 
 Scales that are powers of two multiply the values exactly as these become bfloat16. For that, each thread has the bytes
 of one scale: within a block of K, the weight and x are read in the same permuted order. Other scales multiply sums, in
-float32.
+float32; zero points multiply sums of x.
 
 Gates and ups, 8 rows each, are the rows of one instruction, so the activation is applied where the sums are.
 """
@@ -123,7 +123,7 @@ class Scales:
         loaded = ()
         if pointers is not None:
             for half in gl.static_range(HALVES):
-                if self.form.scales_values:
+                if self.form.has_small_groups:
                     at = self.group + (step * self.tiles.splits * HALVES + half) * (BLOCK // self.form.group)
                 else:
                     at = (self.group + (step * self.tiles.splits * HALVES + half)) * BLOCK // self.form.group
@@ -213,7 +213,7 @@ def _blocks_of(rows, weight, K, FORM: gl.constexpr, TILE: gl.constexpr):
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, cl)))
     j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, cl)))
     # The compiler can't tell by itself that 16 neighbours stay together.
-    j = gl.max_contiguous(gl.multiple_of(_in_order(j, FORM.scales_values), 16), 16)
+    j = gl.max_contiguous(gl.multiple_of(_in_order(j, FORM.has_small_groups), 16), 16)
     column = split[:, None, None] * BLOCK + j[None, None, :]
     stride = K
     row_bytes = K
@@ -233,7 +233,7 @@ def _scales_of(rows, scale, zero_point, K, FORM: gl.constexpr, TILE: gl.constexp
     ROWS: gl.constexpr = TILE.rows
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     groups = gl.cdiv(K, FORM.group) if FORM.group > 0 else 1
-    if FORM.scales_values:
+    if FORM.has_small_groups:
         # The places along K of a thread's two pieces of 16 bytes.
         wl: gl.constexpr = gl.DotOperandLayout(0, mma, 16)
         pieces: gl.constexpr = (
@@ -249,12 +249,12 @@ def _scales_of(rows, scale, zero_point, K, FORM: gl.constexpr, TILE: gl.constexp
         group = gl.arange(0, SPLITS, gl.SliceLayout(1, sl))[:, None] * HALVES
     r = gl.arange(0, ROWS, rl)
     row = rows.output(r, 0) - rows.columns
-    row = row[None, :, None] if FORM.scales_values else row[None, :]
+    row = row[None, :, None] if FORM.has_small_groups else row[None, :]
     scales = None
     zeros = None
     if FORM.group > 0:
         at = rows.row(r, 0) * groups
-        at = at[None, :, None] if FORM.scales_values else at[None, :]
+        at = at[None, :, None] if FORM.has_small_groups else at[None, :]
         scales = scale + at
         if FORM.has_zeros:
             zeros = zero_point + at
@@ -266,7 +266,8 @@ def _columns_and_k(FORM: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexp
     """The columns that threads have, and the values of a step's part of K."""
     WIDTH: gl.constexpr = BLOCK * (2 if FORM.bits == 4 else 1)
     c = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    k = _in_order(gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), FORM.scales_values)[None, :, None]
+    j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    k = _in_order(j, FORM.has_small_groups)[None, :, None]
     return c, gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * WIDTH + k
 
 
@@ -323,7 +324,7 @@ def _add_block(acc, total_x, packed, xs, scales, zeros, FORM: gl.constexpr):
     SUMS: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = xs[0].dtype
     FORMAT: gl.constexpr = FORM.name
-    if FORM.scales_values:
+    if FORM.has_small_groups:
         low = gl.convert_layout(_of_pieces(scales[0], packed.shape), packed.type.layout, assert_trivial=True)
         high = gl.convert_layout(_of_pieces(scales[1], packed.shape), packed.type.layout, assert_trivial=True)
         values = unpack_scaled(packed, low, high)
@@ -333,8 +334,8 @@ def _add_block(acc, total_x, packed, xs, scales, zeros, FORM: gl.constexpr):
         values = (widen(packed, FORMAT, DTYPE),)
     for half in gl.static_range(len(xs)):
         w = _in_words(values[half], SUMS, 0)
-        b = _in_words(_swapped(xs[half]) if FORM.scales_values else xs[half], SUMS, 1)
-        if FORM.scales_values or FORM.group == 0:
+        b = _in_words(_swapped(xs[half]) if FORM.has_small_groups else xs[half], SUMS, 1)
+        if FORM.has_small_groups or FORM.group == 0:
             acc = mma_v2(w, b, acc)
         else:
             sums = mma_v2(w, b, gl.zeros(acc.shape, gl.float32, SUMS))
@@ -345,8 +346,11 @@ def _add_block(acc, total_x, packed, xs, scales, zeros, FORM: gl.constexpr):
             else:
                 of_x = mma_v2(ones, b, gl.zeros(acc.shape, gl.float32, SUMS))
                 zero = zeros[half].to(gl.float32)[:, :, None]
-                sums = gl.fma(of_x, gl.broadcast(-zero, sums)[0], sums)
-        if not FORM.scales_values and FORM.group > 0:
+                if FORM.float_zeros:
+                    acc = gl.fma(of_x, gl.broadcast(zero, sums)[0], acc)
+                else:
+                    sums = gl.fma(of_x, gl.broadcast(-zero, sums)[0], sums)
+        if not FORM.has_small_groups and FORM.group > 0:
             factor = scale_value(scales[half])[:, :, None]
             acc = gl.fma(sums, gl.broadcast(factor, sums)[0], acc)
     return acc, total_x

@@ -21,7 +21,7 @@ from qgemm.kernels.launch.launch import ALIGNMENT
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.steps import LaunchPlan, Layout, Names, Step, Tensors
 from qgemm.kernels.moe.checks import check_weight_only_experts
-from qgemm.kernels.moe.few_tokens import FewTokens, few_tokens_launch, hopper_form, select_few_tokens
+from qgemm.kernels.moe.few_tokens import few_tokens_launch, hopper_forms, is_few, select_few_tokens
 from qgemm.kernels.moe.launcher import combine_launch, name_tensors, plan_mixture
 from qgemm.kernels.stored_form import StoredForm
 from qgemm.numerics.formats import FP8
@@ -62,22 +62,22 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
     if not (P and E and H):
         return _Plan(LaunchPlan(x.device.index, 0, (), ()))
     limits = device_limits(x.device)
-    form = hopper_form(weights, x.dtype) if limits.hopper and aligned else None
-    few = select_few_tokens(P, E) if form is not None else None
-    many = select_many_tokens(P, E) if form is not None and form.scales_values else None
+    forms = hopper_forms(weights, x.dtype) if limits.hopper and aligned else None
+    many = select_many_tokens(P, E) if forms is not None and all(form.has_small_groups for form in forms) else None
     views = (*(None,) * 3, *(_view(name, weights, many is not None) for name in _PARTS), None)
-    if form is not None and few is not None:
-        return _Plan(_few_tokens(x, top_k_index, weights, adds, form, few), views)
+    if forms is not None and is_few(P, E):
+        return _Plan(_few_tokens(x, top_k_index, weights, adds, forms), views)
     if many is not None:
         block_m = many.columns
         first, second = (many_tokens_launch(P, E, n, k, many, x.dtype, limits) for n, k in ((N, H), (H, intermediate)))
         outs, ends = 2, ["scale", "bias"]
     else:
-        plain = StoredForm(weights.format, weights.group_size)
-        config = select_weight_config(P, E, plain, x.device)
+        forms = [StoredForm.of(part.format, part.group_size, part.zero_point) for part in weights.parts]
+        config = select_weight_config(P, E, forms, x.device)
         block_m = config.block_m
         first, second = (
-            weight_product_launch(P, E, n, k, plain, config, x.device) for n, k in ((N, H), (H, intermediate))
+            weight_product_launch(P, E, n, part.K, form, config, x.device)
+            for n, part, form in zip((N, H), weights.parts, forms, strict=True)
         )
         outs, ends = 1, ["scale", "zero_point", "global_scale", "bias"]
 
@@ -105,8 +105,7 @@ def _few_tokens(
     top_k_index: Tensor,
     weights: WeightOnlyExperts,
     adds: bool,
-    form: StoredForm,
-    tile: FewTokens,
+    forms: list[StoredForm],
 ) -> LaunchPlan:
     """Two products and a sum. The rows of ``h`` and ``y`` are pairs, in their order."""
     (T, top_k), (E, N, _), (H, intermediate) = top_k_index.shape, weights.gate_up.shape, weights.sizes
@@ -117,15 +116,17 @@ def _few_tokens(
     size, parts = layout.parts()
     names = name_tensors(weights, adds, parts)
 
-    def multiply(n: int, k: int, a: str, weight: str, out: str, activation: GatedActivation | None) -> Step:
-        launch = few_tokens_launch(T, top_k, E, n, k, form, tile, activation, limits)
+    def multiply(
+        n: int, k: int, form: StoredForm, a: str, weight: str, out: str, activation: GatedActivation | None
+    ) -> Step:
+        launch = few_tokens_launch(T, top_k, E, n, k, form, select_few_tokens(form), activation, limits)
         ends = [f"{weight}_{end}" for end in ("scale", "zero_point", "bias")]
         return names.step(launch, a, "top_k_index", weight, *ends, out)
 
     combine = combine_launch(T, top_k, H, limits.pdl, limits, E, is_sorted=False)
     steps = (
-        multiply(N, H, "x", "gate_up", "h", weights.activation),
-        multiply(H, intermediate, "h", "down", "y", None),
+        multiply(N, H, forms[0], "x", "gate_up", "h", weights.activation),
+        multiply(H, intermediate, forms[1], "h", "down", "y", None),
         names.step(combine, "y", "top_k_index", "top_k_weights", "residual", "out"),
     )
     return LaunchPlan(x.device.index, size, tuple(parts.values()), steps)

@@ -223,22 +223,19 @@ def widen(values, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def fp8_value(bits):
     """float32 of e4m3 values, uint8 ``bits``."""
-    size = (bits & 127).to(tl.int32)
-    exponent = tl.maximum((size >> 3) - 1, 0)
-    whole = tl.where(size >> 3 == 0, size, (size & 7) | 8)
-    magnitude = (whole << exponent).to(tl.float32) * (1.0 / 512)
-    return tl.where(bits >> 7 != 0, -magnitude, magnitude)
+    wide = bits.to(tl.int32)
+    # The bits of a float32 that is too small by the difference of the exponents' biases.
+    return (((wide & 127) << 20) | (wide >> 7 << 31)).to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
 def scale_value(raw):
     """float32 of scales as they are stored: floats, uint8 exponents of powers of 2, or the bits of e4m3 as int8."""
     if raw.dtype == tl.uint8:
-        bits = raw.to(tl.int32) << 23
         # The smallest has no exponent of its own.
-        return tl.where(raw == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
+        return tl.maximum(raw.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
     elif raw.dtype == tl.int8:
-        return widen(raw.to(tl.uint8, bitcast=True), "fp8", tl.float32)
+        return fp8_value(raw.to(tl.uint8, bitcast=True))
     else:
         return raw.to(tl.float32)
 

@@ -139,8 +139,17 @@ FEW_ROWS = {
 """By the weight's bits and the maximum number of rows of x: the tiles of weights with up to 2 and up to 4 times 16 rows
 for each SM, and of weights with more.
 """
-FEW_ROWS_OF_FLOATS = FewRows(2, 32, 16, 2, 4, 16, 168)
-"""In place of a tile with fewer registers, for float zero points of small groups: a factor and an addend for each."""
+BY_GROUPS = {
+    (4, 1): (FewRows(4, 16, 8, 3, 4, 1),) * 3,
+    (4, 8): (FewRows(4, 16, 8, 3, 4, 8), FewRows(4, 16, 8, 3, 4, 8), FewRows(2, 32, 8, 4, 4, 8)),
+    (4, 16): (FewRows(4, 32, 16, 3, 8, 16), FewRows(4, 32, 16, 2, 8, 16, 128), FewRows(2, 32, 16, 2, 4, 16, 128)),
+    (8, 1): (FewRows(8, 16, 8, 3, 8, 1),) * 3,
+    (8, 8): (FewRows(8, 16, 8, 3, 8, 8),) * 3,
+    (8, 16): (FewRows(4, 16, 16, 4, 4, 16),) * 3,
+}
+"""The same for products that are scaled group by group."""
+FEW_ROWS_OF_ZEROS = FewRows(2, 32, 16, 2, 4, 16, 168)
+"""In place of a tile with fewer registers, for small groups with zero points: a factor and an addend for each."""
 # The slots fill shared memory, except for 4 to 32 KB in which warps exchange sums.
 RING = {
     (4, 8): (
@@ -312,9 +321,9 @@ def _ring_microseconds(tile: FewRowsRing, step: float, N: int, blocks: int, bits
 def select_few_rows(M: int, N: int, form: StoredForm, limits: DeviceLimits) -> FewRows:
     """The tiles of a product of up to ``MAX_FEW_ROWS`` rows that doesn't fit the ring."""
     width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
-    tile = FEW_ROWS[form.bits, _columns(M)][width]
-    bounded = tile.registers is not None and form.float_zeros and form.has_small_groups
-    return FEW_ROWS_OF_FLOATS if bounded else tile
+    tile = (BY_GROUPS if form.by_groups else FEW_ROWS)[form.bits, _columns(M)][width]
+    bounded = tile.registers is not None and form.has_small_groups
+    return FEW_ROWS_OF_ZEROS if bounded and (form.float_zeros or (form.has_zeros and form.by_groups)) else tile
 
 
 def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, exact: bool = True) -> Tiles:

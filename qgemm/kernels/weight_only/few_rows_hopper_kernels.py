@@ -13,6 +13,7 @@ from triton.runtime.jit import constexpr_function
 
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import copy_to_shared
+from qgemm.kernels.weight_only.few_rows_groups import add_groups, ones_of, words_of_thread
 from qgemm.kernels.weight_only.few_rows_products import WORDS, products_of
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.kernels import BLOCK
@@ -63,7 +64,8 @@ def _weight_blocks(weight, row, N, num_blocks, K, stride, FORM: gl.constexpr, TI
     layout: gl.constexpr = copy_layout(TILE, 4, WORDS)
     # With this swizzle, threads that read the same part of neighbouring rows have no bank conflicts.
     shape: gl.constexpr = [TILE.depth, TILE.splits, TILE.rows, WORDS]
-    slots = gl.allocate_shared_memory(gl.int32, shape, gl.SwizzledSharedLayout(16, 1, 2, [2, 1, 0]))
+    PHASES: gl.constexpr = 8 // words_of_thread(FORM) if FORM.by_groups else 2
+    slots = gl.allocate_shared_memory(gl.int32, shape, gl.SwizzledSharedLayout(WORDS // PHASES, 1, PHASES, [2, 1, 0]))
     n = gl.minimum(row + gl.arange(0, TILE.rows, gl.SliceLayout(0, gl.SliceLayout(2, layout))), N - 1)
     word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     split = gl.arange(0, TILE.splits, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
@@ -72,6 +74,21 @@ def _weight_blocks(weight, row, N, num_blocks, K, stride, FORM: gl.constexpr, TI
     # Rows of 8-bit values end with K, which may be inside a block.
     end = num_blocks * WORDS if FORM.bits == 4 else K // 16 * 4
     return Blocks(slots, words, word, end, split, ".cg")
+
+
+@gluon.jit
+def _factor_blocks(factors, row, N, num_blocks, stride, FORM: gl.constexpr, TILE: gl.constexpr):
+    """The ``Blocks`` of scales or zero points of the weight's rows from ``row`` on, where groups are small."""
+    COUNT: gl.constexpr = FORM.block // FORM.group
+    VALUES: gl.constexpr = min(COUNT, 128 // factors.dtype.element_ty.primitive_bitwidth)
+    layout: gl.constexpr = copy_layout(TILE, VALUES, COUNT)
+    shape: gl.constexpr = [TILE.depth, TILE.splits, TILE.rows, COUNT]
+    slots = gl.allocate_shared_memory(factors.dtype.element_ty, shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    n = gl.minimum(row + gl.arange(0, TILE.rows, gl.SliceLayout(0, gl.SliceLayout(2, layout))), N - 1)
+    group = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    split = gl.arange(0, TILE.splits, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    factors += n.to(gl.int64)[None, :, None] * (stride // COUNT * COUNT) + group
+    return Blocks(slots, factors, group, num_blocks * COUNT, split, "")
 
 
 @gluon.jit
@@ -93,12 +110,25 @@ class CopiedBlocks:
 
     w: Blocks
     x_blocks: Blocks
+    scales: Blocks
+    """Of small groups, as ``zeros``; else unused."""
+    zeros: Blocks
+    form: gl.constexpr
     tile: gl.constexpr
+
+    @gluon.jit
+    def copy_weight(self, step):
+        """Starts copying a step's blocks of the weight, and their scales and zero points, if they are copied."""
+        self.w.copy(step)
+        if self.form.by_groups:
+            self.scales.copy(step)
+            if self.form.has_zeros:
+                self.zeros.copy(step)
 
     @gluon.jit
     def copy(self, step):
         """Starts copying a step's blocks."""
-        self.w.copy(step)
+        self.copy_weight(step)
         self.x_blocks.copy(step)
         async_copy.commit_group()
 
@@ -134,27 +164,40 @@ def _few_rows_kernel(
     # K is a multiple of 8, but the compiler only detects multiples of 16.
     K = K // 8 * 8
     w_blocks = _weight_blocks(weight, row, N, num_blocks, K, stride_wn, FORM, TILE)
+    scale_blocks, zero_blocks = w_blocks, w_blocks
+    if FORM.by_groups:
+        scale_blocks = _factor_blocks(scale, row, N, num_blocks, stride_sn, FORM, TILE)
+        zero_blocks = scale_blocks
+        if FORM.has_zeros:
+            zero_blocks = _factor_blocks(zero_point, row, N, num_blocks, stride_sn, FORM, TILE)
+    x_blocks = _x_blocks(x, M, K, stride_xm, WIDTH, TILE)
+    blocks = CopiedBlocks(w_blocks, x_blocks, scale_blocks, zero_blocks, FORM, TILE)
     for i in gl.static_range(DEPTH - 1):
-        w_blocks.copy(i)
+        blocks.copy_weight(i)
     async_copy.commit_group()
     products = products_of(scale, zero_point, stride_sn, M, N, K, x.dtype.element_ty, FORM, TILE, 1)
-    groups = products.groups(row)
-    loaded = ()
-    for i in gl.static_range(DEPTH - 1):
-        loaded = loaded + (groups.load(i),)
-    x_blocks = _x_blocks(x, M, K, stride_xm, WIDTH, TILE)
-    blocks = CopiedBlocks(w_blocks, x_blocks, TILE)
     acc = products.zeros()
+    loaded = ()
+    if FORM.by_groups:
+        ones = ones_of(M, x.dtype.element_ty, FORM, TILE)
+    else:
+        groups = products.groups(row)
+        for i in gl.static_range(DEPTH - 1):
+            loaded = loaded + (groups.load(i),)
     if PDL:
         gdc_wait()
     for i in gl.static_range(DEPTH - 1):
         x_blocks.copy(i)
         async_copy.commit_group()
     for step in range(gl.cdiv(num_blocks, TILE.splits)):
-        factors = loaded[0]
-        loaded = loaded[1:] + (groups.load(step + DEPTH - 1),)
+        if not FORM.by_groups:
+            factors = loaded[0]
+            loaded = loaded[1:] + (groups.load(step + DEPTH - 1),)
         async_copy.wait_group(DEPTH - 2)
         blocks.copy(step + DEPTH - 1)
-        acc = products.add(acc, blocks, step, factors)
+        if FORM.by_groups:
+            acc = (add_groups(acc[0], blocks, step, ones, x.dtype.element_ty, FORM, TILE),)
+        else:
+            acc = products.add(acc, blocks, step, factors)
     epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, M, N)
     products.store(products.total(acc), row, epilogue, out, stride_out)

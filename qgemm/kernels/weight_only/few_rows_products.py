@@ -247,7 +247,7 @@ def is_biased(form, tile, dtype):
 @constexpr_function
 def scales_sums(form):
     """Whether the sums of groups are multiplied by their scales."""
-    return form.group > 0 and not form.scales_values
+    return form.group > 0 and (form.by_groups or not form.scales_values)
 
 
 @aggregate

@@ -48,7 +48,6 @@ DEQUANTIZED_ROWS = 16
 PANEL = 64  # columns of x that are copied at a time
 VECTOR_BYTES = 16  # of a row that a thread reads, all with one scale
 SMALL_GROUPS = (16, 32, 64)  # of tiles
-WHOLE_ROW = 2**30  # a group longer than any row, where one scale of a row can't be left to the sums
 WORD = 4  # bytes
 MAX_KEPT_SUMS = 2**21  # float32 in memory that a stream keeps; with more, a product takes longer than an allocation
 MAX_ROWS_BY_GROUP = 16  # for each value of a small group; with more rows, a float weight is faster
@@ -70,9 +69,9 @@ def weight_only_linear(
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     aligned = (rows.data_ptr() | values.data_ptr()) % ALIGNMENT == 0
-    words = (scale.data_ptr() | (0 if zero_point is None else zero_point.data_ptr())) % WORD == 0
+    factors = scale.data_ptr() | (0 if zero_point is None else zero_point.data_ptr())
     kind = (
-        weight_only_linear, format, group_size, aligned, words, x.get_device(),
+        weight_only_linear, format, group_size, aligned, factors % WORD == 0, factors % ALIGNMENT == 0, x.get_device(),
         rows.shape, rows.stride(0), rows.dtype,
         values.shape, values.stride(0), values.dtype,
         scale.shape, scale.stride(0), scale.dtype,
@@ -99,7 +98,7 @@ def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
     out = values.new_empty((N, K), dtype=dtype)
     if out.numel():
         group = 0 if scale.shape[1] == 1 else weight.group_size
-        form = _form(weight.format, group, zero_point)
+        form = StoredForm.of(weight.format, group, zero_point)
         kind = (
             float_weight, form, N, K, values.get_device(), values.dtype, values.stride(0), scale.dtype, scale.stride(0),
             None if zero_point is None else zero_point.dtype, global_scale is not None, dtype,
@@ -122,13 +121,6 @@ def _as_read(weight: ScaledWeight) -> tuple[Tensor, Tensor, Tensor | None, Tenso
     if zero_point is not None and zero_point.stride() != scale.stride():
         zero_point, scale = zero_point.contiguous(), scale.contiguous()
     return values, scale, zero_point, None if weight.global_scale is None else weight.global_scale.contiguous()
-
-
-def _form(format: str, group: int, zero_point: Tensor | None) -> StoredForm:
-    float_zeros = zero_point is not None and zero_point.is_floating_point()
-    if float_zeros:
-        group = group or WHOLE_ROW
-    return StoredForm(format, group, has_zeros=zero_point is not None, float_zeros=float_zeros)
 
 
 def _dequantize_launch(form: StoredForm, N: int, K: int, stride_wn: int, stride_sn: int) -> Launch:
@@ -220,7 +212,7 @@ class Plan:
             residual: Tensor | None = None,
         ) -> Tensor | None:
             factors = scale.data_ptr() if zero_point is None else scale.data_ptr() | zero_point.data_ptr()
-            if (x.data_ptr() | weight.data_ptr()) % ALIGNMENT or factors % WORD:
+            if (x.data_ptr() | weight.data_ptr() | factors) % ALIGNMENT:
                 return None
             if residual is not None and residual.ndim != 2:
                 residual = residual.view(self.shape)
@@ -270,12 +262,13 @@ def _make_plan(
     if M * N == 0:
         return Plan((M, N), None)
     group = 0 if scale.shape[1] == 1 else group_size
-    form = _form(format, group, zero_point)
+    form = StoredForm.of(format, group, zero_point)
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         fits_tiles = N % 8 == 0 and all(_fits_tiles(M, form, each) for each in (scale, zero_point) if each is not None)
         in_ring = fits_ring(M, K, form) and not (fits_tiles and prefers_tiles(M, N, K, form, limits))
-        form = replace(form, paired=_reads_pairs(form, K, scale))
+        whole = _has_whole_blocks(form, K, scale, zero_point)
+        form = replace(form, paired=_reads_pairs(form, K, scale), whole=whole)
         if in_ring:
             ring = select_ring(M, N, K, form, limits)
             if ring.shared and x.is_cuda:
@@ -311,6 +304,17 @@ def _reads_pairs(form: StoredForm, K: int, scale: Tensor) -> bool:
     if form.bits == 8 or form.group != BLOCK_BYTES or form.float_zeros or K % form.block:
         return False
     return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0
+
+
+def _has_whole_blocks(form: StoredForm, K: int, *factors: Tensor | None) -> bool:
+    """Whether rows consist of whole blocks, and the scales and zero points of each of them may be copied together."""
+    if not form.has_small_groups or K % form.block:
+        return False
+    count = form.block // form.group
+    given = [each for each in factors if each is not None]
+    if any(each.data_ptr() % ALIGNMENT or each.stride(0) % count for each in given):
+        return False
+    return all(count * each.itemsize >= WORD for each in given)
 
 
 def _fits_tiles(M: int, form: StoredForm, factors: Tensor) -> bool:

@@ -22,6 +22,8 @@ from qgemm.kernels.weight_only.tiles_hopper_products import (
     PANEL,
     Rings,
     accumulator_layout,
+    factors_layout,
+    factors_of,
     how_scaled,
     left_over,
     multiply,
@@ -73,35 +75,33 @@ def _consume(
 ):  # fmt: skip
     sched = items.sched
     epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, sched.M, sched.N)
-    SCALED: gl.constexpr = how_scaled(FORM, TILE, scale.dtype.element_ty, rings.x.dtype)
+    SCALE: gl.constexpr = scale.dtype.element_ty
+    ZERO: gl.constexpr = zero_point.dtype.element_ty if FORM.has_zeros else None
+    SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, rings.x.dtype)
     WIDTHS: gl.constexpr = TILE.widths
     STORED_FIRST: gl.constexpr = WIDTHS[0] // staging.shape[1]
-    mma: gl.constexpr = accumulator_layout(WIDTHS[0])
-    # Zero points have the layout of values, and so do scales unless they multiply sums.
-    zl: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, mma, 2))
-    rl: gl.constexpr = gl.SliceLayout(1, mma) if SCALED == "sums" else zl
+    zl: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, accumulator_layout(WIDTHS[0]), 2))
+    rl: gl.constexpr = factors_layout(FORM, TILE, SCALE, rings.x.dtype)
     groups = gl.cdiv(sched.K, FORM.group) if FORM.group > 0 else 1
     w_step = 0
     x_step = 0
     for turn in range(items.turns()):
         row, col, first, last, shared = items.place(turn)
         col += WHO * 64
-        n = gl.minimum(col + gl.arange(0, 64, rl), sched.N - 1)
-        scales = scale + n.to(gl.int64) * stride_sn
+        scales = factors_of(scale, col, sched.N, stride_sn, rl, FORM)
         zero_points = None
         if FORM.has_zeros:
-            n = gl.minimum(col + gl.arange(0, 64, zl), sched.N - 1)
-            zero_points = zero_point + n.to(gl.int64) * stride_sn
+            zero_points = factors_of(zero_point, col, sched.N, stride_sn, zl, FORM)
         accs = ()
         for i in gl.static_range(len(WIDTHS)):
             accs = accs + (_zeros(TILE, i),)
         if TILE.in_turn > 0 and SCALED != "sums" and not FORM.has_zeros:
             w_step, x_step, accs = multiply_in_turn(
-                w_step, x_step, accs, scales, rings, first, last, groups, FORM, TILE, WHO
+                w_step, x_step, accs, scales, rings, first, last, groups, SCALE, FORM, TILE, WHO
             )
         else:
             w_step, x_step, accs = multiply(
-                w_step, x_step, accs, scales, zero_points, rings, first, last, groups, FORM, TILE, WHO
+                w_step, x_step, accs, scales, zero_points, rings, first, last, groups, SCALE, ZERO, FORM, TILE, WHO
             )
         sums, at = (), ()
         for i in gl.static_range(len(WIDTHS)):

@@ -28,6 +28,7 @@ from qgemm.kernels.stages.unpack import (
     unpack_times_scale,
     widen_pairs,
 )
+from qgemm.kernels.weight_only.hopper_factors import columns, rows_layout
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
 PANEL = gl.constexpr(64)  # values of x along K
@@ -67,6 +68,13 @@ def left_over(form, scaled, dtype):
 def accumulator_layout(columns):
     """The layout of a warp group's sums, ``[64, columns]``."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@constexpr_function
+def factors_layout(form, tile, scale, dtype):
+    """The layout of a vector of scales: that of values, as zero points have, unless scales multiply sums."""
+    mma = accumulator_layout(tile.widths[0])
+    return gl.SliceLayout(1, mma if how_scaled(form, tile, scale, dtype) == "sums" else gl.DotOperandLayout(0, mma, 2))
 
 
 @aggregate
@@ -164,13 +172,47 @@ def _in_words(form, dtype):
     return 0 < form.group < BLOCK.value or (form.paired and dtype.primitive_bitwidth == 16)
 
 
+@constexpr_function
+def words_of(form, dtype):
+    """How many words hold the scales or zero points of a block's small groups."""
+    return form.block // form.group * dtype.primitive_bitwidth // 32
+
+
 @gluon.jit
-def _load_factors(pointers, block, groups, FORM: gl.constexpr):
-    """The scales or zero points of a block's groups, as a tensor per half or as words; 0 beyond the last group."""
+def factors_of(factors, col, N, stride, layout: gl.constexpr, FORM: gl.constexpr):
+    """Pointers to the scales or zero points of the weight's 64 rows from ``col`` on, for ``_load_factors``.
+
+    To a row's first, or where those of a block's small groups are read together, to each word of the first block's.
+    """
+    if FORM.by_groups:
+        WORDS: gl.constexpr = words_of(FORM, factors.dtype.element_ty)
+        together: gl.constexpr = rows_layout(64, WORDS, 4)
+        n = gl.minimum(col + gl.arange(0, 64, gl.SliceLayout(1, together)), N - 1)
+        words = factors.cast(gl.pointer_type(gl.int32), bitcast=True)
+        words += n.to(gl.int64)[:, None] * (stride // (FORM.block // FORM.group) * WORDS)
+        return words + gl.arange(0, WORDS, gl.SliceLayout(0, together))[None, :]
+    else:
+        n = gl.minimum(col + gl.arange(0, 64, layout), N - 1)
+        return factors + n.to(gl.int64) * stride
+
+
+@gluon.jit
+def _load_factors(pointers, block, groups, layout: gl.constexpr, FORM: gl.constexpr):
+    """The scales or zero points of a block's groups, as a tensor per half or as words; 0 beyond the last group.
+
+    ``pointers``: from ``factors_of``. ``layout``: that of the words.
+    """
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     factors = ()
     if pointers is not None:
-        if _in_words(FORM, pointers.dtype.element_ty):
+        if FORM.by_groups:
+            WORDS: gl.constexpr = pointers.shape[1]
+            together: gl.constexpr = pointers.type.layout
+            inside = gl.zeros([64, WORDS], gl.int32, together) + block * (FORM.block // FORM.group) < groups
+            each = columns(gl.load(pointers + block * WORDS, mask=inside, other=0))
+            for i in gl.static_range(WORDS):
+                factors = factors + (gl.convert_layout(each[i], layout, assert_trivial=True),)
+        elif _in_words(FORM, pointers.dtype.element_ty):
             BYTES: gl.constexpr = pointers.dtype.element_ty.primitive_bitwidth // 8
             WORDS: gl.constexpr = BLOCK * HALVES // FORM.group * BYTES // 4
             words = pointers.cast(gl.pointer_type(gl.int32), bitcast=True)
@@ -331,29 +373,28 @@ def _finish(
 @gluon.jit
 def multiply(
     w_step, x_step, accs, scales, zero_points, rings, first, last, groups,
-    FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+    SCALE: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """``accs`` plus the products of blocks ``first`` to ``last`` of K, and the next steps: ``(w_step, x_step, accs)``.
 
-    ``scales``, ``zero_points``: pointers to those of each row's first group, or None.
+    ``scales``, ``zero_points``: what ``factors_of`` makes, or None; of the dtypes ``SCALE`` and ``ZERO``.
     """
     COUNT: gl.constexpr = 4 if FORM.bits == 4 else 2  # panels of a block
     # Two blocks ahead: with few rows, a block takes less time than a load from memory.
     AHEAD: gl.constexpr = 2 if FORM.group >= BLOCK else 1
     mma: gl.constexpr = accs[0].type.layout
     DTYPE: gl.constexpr = rings.x.dtype
-    SCALE: gl.constexpr = scales.dtype.element_ty
-    ZERO: gl.constexpr = zero_points.dtype.element_ty if FORM.has_zeros else None
     SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
+    layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, DTYPE)
     next_factors = ()
     for i in gl.static_range(AHEAD):
-        next_factors = next_factors + (_load_factors(scales, first + i, groups, FORM),)
-    next_zeros = _load_factors(zero_points, first, groups, FORM)
+        next_factors = next_factors + (_load_factors(scales, first + i, groups, layout, FORM),)
+    next_zeros = _load_factors(zero_points, first, groups, layout, FORM)
     for block in range(first, last):
         factors = next_factors[0]
-        next_factors = next_factors[1:] + (_load_factors(scales, block + AHEAD, groups, FORM),)
+        next_factors = next_factors[1:] + (_load_factors(scales, block + AHEAD, groups, layout, FORM),)
         zeros = next_zeros
-        next_zeros = _load_factors(zero_points, block + 1, groups, FORM)
+        next_zeros = _load_factors(zero_points, block + 1, groups, layout, FORM)
         rings.wait_for_weight(w_step)
         # Before the loads of the block's bytes: a wait behind them would wait for all of those, too.
         rings.wait_for_x(x_step)
@@ -374,7 +415,7 @@ def multiply(
 @gluon.jit
 def _blocks_in_turn(
     w_step, x_step, accs, next_factors, scales, rings, block, groups,
-    BLOCKS: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+    BLOCKS: gl.constexpr, SCALE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """``accs`` plus the products of ``BLOCKS`` blocks, and the factors of the block after them.
 
@@ -384,8 +425,8 @@ def _blocks_in_turn(
     PANELS: gl.constexpr = TILE.panels
     mma: gl.constexpr = accs[0].type.layout
     DTYPE: gl.constexpr = rings.x.dtype
-    SCALE: gl.constexpr = scales.dtype.element_ty
     SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
+    layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, DTYPE)
     for b in gl.static_range(BLOCKS):
         factors = next_factors
         rings.wait_for_weight(w_step + b)
@@ -398,7 +439,7 @@ def _blocks_in_turn(
             else:
                 w = _values(packed[i % 2], i, factors, (), SCALE, None, DTYPE, mma, FORM, SCALED)
             if i == COUNT // 2:
-                next_factors = _load_factors(scales, block + b + 1, groups, FORM)
+                next_factors = _load_factors(scales, block + b + 1, groups, layout, FORM)
             step = x_step + (b * COUNT + i) // PANELS
             if i % PANELS == 0:
                 rings.wait_for_x(step)
@@ -418,23 +459,24 @@ def _blocks_in_turn(
 @gluon.jit
 def multiply_in_turn(
     w_step, x_step, accs, scales, rings, first, last, groups,
-    FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+    SCALE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """As ``multiply``, panel by panel: of ``TILE.in_turn`` blocks without a pause, as long as there are as many."""
     BLOCKS: gl.constexpr = TILE.in_turn
     SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // TILE.panels
-    next_factors = _load_factors(scales, first, groups, FORM)
+    layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, rings.x.dtype)
+    next_factors = _load_factors(scales, first, groups, layout, FORM)
     whole = first + (last - first) // BLOCKS * BLOCKS
     for block in range(first, whole, BLOCKS):
         accs, next_factors = _blocks_in_turn(
-            w_step, x_step, accs, next_factors, scales, rings, block, groups, BLOCKS, FORM, TILE, WHO
+            w_step, x_step, accs, next_factors, scales, rings, block, groups, BLOCKS, SCALE, FORM, TILE, WHO
         )
         w_step += BLOCKS
         x_step += BLOCKS * SLOTS
     if BLOCKS > 1:
         for block in range(whole, last):
             accs, next_factors = _blocks_in_turn(
-                w_step, x_step, accs, next_factors, scales, rings, block, groups, 1, FORM, TILE, WHO
+                w_step, x_step, accs, next_factors, scales, rings, block, groups, 1, SCALE, FORM, TILE, WHO
             )
             w_step += 1
             x_step += SLOTS

@@ -34,7 +34,7 @@ from qgemm.integrations.transformers.generate.request import (
 )
 from qgemm.integrations.transformers.tensor_parallel import process_group
 from qgemm.integrations.transformers.tokens import UnfitAttentionError
-from qgemm.replay.snapshot import Snapshot
+from qgemm.replay.snapshot import Snapshot, UnfitModelError
 from qgemm.warn import warn_user
 
 # The attribute of a model for what it keeps between calls, and of a cache for its decoder.
@@ -245,9 +245,12 @@ def decode(
 def _take(kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dtype | None) -> tuple[Context, Decoder]:
     own = kept.attention.own(model)
     if kept.decoders is None or kept.snapshot is None or kept.implementation != own or not kept.snapshot.holds():
-        kept.decoders = Decoders(model.device, process_group(model) is not None)
         configs = model.config, model.config.get_text_config(decoder=True)
-        kept.snapshot, kept.implementation = Snapshot(model, configs, _OF_A_CALL), own
+        try:
+            kept.snapshot = Snapshot(model, configs, _OF_A_CALL)
+        except UnfitModelError as error:
+            raise NotCovered(str(error)) from error
+        kept.decoders, kept.implementation = Decoders(model.device, process_group(model) is not None), own
     position = request.position_ids[..., -1:]
     wanted = request.new + request.steps - 1
     if request.cache is None:

@@ -1,0 +1,240 @@
+"""GGUF files as whole models: types, parts, folders, floats, other schemes, saving, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor, nn
+
+import qgemm
+from checkpoint.gguf_files import Array, Tensors, random_blocks, random_tensors, write_file
+from checkpoint.gguf_models import float_model, settings_of, write_model
+from qgemm import CheckpointError, QuantLinear
+from qgemm.nn import QuantLayer
+
+IDS = torch.arange(3, 27).view(2, 12)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(IDS).logits
+
+
+def schemes(model: nn.Module) -> dict[str, str]:
+    return {name: module.scheme.name for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+
+
+def floats(tensor: Array | tuple[str, Array]) -> Array:
+    return dequantize(tensor[1], GGMLQuantizationType[tensor[0]]) if isinstance(tensor, tuple) else tensor
+
+
+def tensors_of_llama(kind: str = "Q8_0") -> Tensors:
+    return random_tensors(float_model("llama"), "llama", kind)
+
+
+def test_a_mix_of_types(tmp_path: Path) -> None:
+    """As in files that are called Q4_K_M, and types that only large blocks have."""
+    from transformers import AutoModelForCausalLM
+
+    wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    tensors = random_tensors(float_model("llama", **wide), "llama", "Q4_K")
+    kinds = ["Q6_K", "Q2_K", "Q3_K", "Q5_K", "IQ4_XS", "TQ1_0", "TQ2_0"]
+    for number, name in enumerate(each for each in tensors if ".0." in each and isinstance(tensors[each], tuple)):
+        tensors[name] = kinds[number], random_blocks(kinds[number], *floats(tensors[name]).shape, seed=number)
+    settings = settings_of("llama", embedding_length=256, feed_forward_length=256, rope__dimension_count=64)
+    write_file(tmp_path / "a.gguf", "llama", settings, tensors)
+    model = qgemm.load_quantized(tmp_path / "a.gguf", dtype=torch.float32)
+    assert set(schemes(model).values()) == {
+        *("int4-32-float-zeros", "int8-weight-16", "int4-16-float-zeros", "int4-16", "int8-weight-32-float-zeros"),
+        *("int8-weight-32", "int4-256"),
+    }
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="a.gguf", dtype=torch.float32)
+    assert torch.allclose(logits(model), logits(reference), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "IQ4_NL", "MXFP4"])
+def test_experts(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_model(tmp_path / "a.gguf", "qwen3moe", kind)
+    model: Any = qgemm.load_quantized(tmp_path, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="a.gguf", config=float_model("qwen3moe").config
+    )
+    assert torch.allclose(logits(model), logits(reference), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_that_need_a_scheme(tmp_path: Path) -> None:
+    write_model(tmp_path / "a.gguf", "qwen3moe", "Q5_1")
+    with pytest.raises(CheckpointError, match="which qgemm doesn't compute: give a scheme to convert it to"):
+        qgemm.load_quantized(tmp_path)
+    assert schemes(qgemm.load_quantized(tmp_path, scheme="int8"))["model.layers.0.mlp.experts"] == "int8"
+    write_model(tmp_path / "a.gguf", "qwen3moe", "Q8_0", {"blk.0.ffn_down_exps.weight": ("Q4_0", _experts())})
+    with pytest.raises(CheckpointError, match="experts of a module have one scheme: give one to convert them to"):
+        qgemm.load_quantized(tmp_path)
+
+
+def _experts() -> Array:
+    return random_blocks("Q4_0", 4, 64, 32)
+
+
+def write_parts(folder: Path, tensors: Tensors) -> list[Path]:
+    """Two parts, named as llama.cpp names them; settings are in the first one."""
+    paths = [folder / f"a-0000{number}-of-00002.gguf" for number in (1, 2)]
+    names = list(tensors)
+    for number, (path, part) in enumerate(zip(paths, (names[:9], names[9:]), strict=True)):
+        settings = {**(settings_of("llama") if number == 0 else {}), "split.no": number, "split.count": 2}
+        write_file(path, "llama", settings, {name: tensors[name] for name in part})
+    return paths
+
+
+def test_parts(tmp_path: Path) -> None:
+    tensors = tensors_of_llama()
+    whole = logits(qgemm.load_quantized(write_file(tmp_path / "b.gguf", "llama", settings_of("llama"), tensors)))
+    (tmp_path / "b.gguf").unlink()
+    # The head is in the second part, where transformers doesn't look for it.
+    assert list(tensors).index("output.weight") > 9
+    paths = write_parts(tmp_path, tensors)
+    for path in (tmp_path, *paths):
+        model: Any = qgemm.load_quantized(path)
+        assert not model.config.tie_word_embeddings
+        assert torch.equal(logits(model), whole)
+    paths[0].rename(tmp_path / "c.gguf")
+    with pytest.raises(CheckpointError, match=r"c\.gguf is one of 2 parts, whose names end in -00001-of-00002\.gguf"):
+        qgemm.load_quantized(tmp_path / "c.gguf")
+    (tmp_path / "c.gguf").rename(paths[0])
+    write_file(paths[1], "llama", {}, tensors)
+    with pytest.raises(CheckpointError, match=r"tensor token_embd.weight is in two files, .*a-00001.* and .*a-00002"):
+        qgemm.load_quantized(tmp_path)
+    paths[1].unlink()
+    with pytest.raises(CheckpointError, match=r"has no file a-00002-of-00002\.gguf: the checkpoint is incomplete"):
+        qgemm.load_quantized(tmp_path)
+
+
+def test_folders(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "a.gguf", "llama")
+    write_file(tmp_path / "mmproj-a.gguf", "clip", {}, {})
+    (tmp_path / "README.md").touch()
+    assert schemes(qgemm.load_quantized(tmp_path)) == schemes(qgemm.load_quantized(str(path)))
+    write_model(tmp_path / "A.gguf", "llama", "Q4_0")
+    with pytest.raises(CheckpointError, match=r"holds 2 models: pass the file of one of them, such as A\.gguf"):
+        qgemm.load_quantized(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no\.gguf can't be read"):
+        qgemm.load_quantized(tmp_path / "no.gguf")
+    # Other weights are the model's, as before.
+    qgemm.save_quantized(qgemm.load_quantized(path), tmp_path)
+    assert set(schemes(qgemm.load_quantized(tmp_path)).values()) == {"int8-weight-32"}
+
+
+def test_saving(tmp_path: Path) -> None:
+    """Files of qgemm's hold what the model does, bit for bit, with tied embeddings too."""
+    tensors = tensors_of_llama("Q4_1")
+    del tensors["output.weight"]
+    model: Any = qgemm.load_quantized(write_file(tmp_path / "a.gguf", "llama", settings_of("llama"), tensors))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.tie_word_embeddings
+    qgemm.save_quantized(model, tmp_path / "saved")
+    again = qgemm.load_quantized(tmp_path / "saved")
+    assert schemes(again) == schemes(model)
+    found, wanted = again.state_dict(), model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_layers_in_float(tmp_path: Path) -> None:
+    tensors = tensors_of_llama()
+    dtypes = {"blk.0.ffn_up.weight": "f4", "blk.0.ffn_down.weight": "f2", "output.weight": "f2"}
+    tensors |= {name: floats(tensors[name]).astype(dtype) for name, dtype in dtypes.items()}
+    halves = torch.from_numpy(floats(tensors["blk.1.ffn_up.weight"])).bfloat16()
+    tensors["blk.1.ffn_up.weight"] = "BF16", halves.view(torch.uint8).numpy()
+    path = write_file(tmp_path / "a.gguf", "llama", settings_of("llama"), tensors)
+    model: Any = qgemm.load_quantized(path, dtype=torch.float32)
+    assert len(schemes(model)) == 15 - 4
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, halves.float())
+    for layer, name in ((model.lm_head, "output"), (model.model.layers[0].mlp.down_proj, "blk.0.ffn_down")):
+        assert torch.equal(layer.weight, torch.from_numpy(tensors[f"{name}.weight"]).float())
+    write_file(
+        path, "llama", settings_of("llama"), {name: floats(tensor) for name, tensor in tensors_of_llama().items()}
+    )
+    with pytest.raises(CheckpointError, match="holds no quantized layer: load its floats with transformers'"):
+        qgemm.load_quantized(path)
+
+
+def test_another_scheme(tmp_path: Path) -> None:
+    """The weights of int8 are those of the float weights in the file."""
+    tensors = tensors_of_llama("Q5_1")
+    path = write_file(tmp_path / "a.gguf", "llama", settings_of("llama"), tensors)
+    model: Any = qgemm.load_quantized(path, scheme="int8", fuse=True)
+    assert set(schemes(model).values()) == {"int8"}
+    down = nn.Linear(128, 64, bias=False)
+    down.weight.data = torch.from_numpy(floats(tensors["blk.1.ffn_down.weight"]))
+    wanted = QuantLinear.from_linear(down)
+    found = model.model.layers[1].mlp.down_proj
+    assert torch.equal(found.weight_scale, wanted.weight_scale)
+    assert torch.equal(torch.as_tensor(found.state_dict()["weight"]), wanted.state_dict()["weight"])
+
+
+def test_fused(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "a.gguf", "llama", "Q4_0")
+    model = qgemm.load_quantized(path, dtype=torch.float32, fuse=True)
+    assert qgemm.fusion_report(model).fused
+    assert torch.allclose(logits(model), logits(qgemm.load_quantized(path, dtype="float32")), rtol=1e-4, atol=1e-5)
+
+
+def test_a_given_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = write_model(tmp_path / "a.gguf", "llama")
+    config = float_model("llama").config
+    model = qgemm.load_quantized(path, model=lambda: AutoModelForCausalLM.from_config(config))
+    assert torch.equal(logits(model), logits(qgemm.load_quantized(path, dtype="float32")))
+    with pytest.raises(CheckpointError, match=r"a\.gguf is read for models of transformers; this is a Sequential"):
+        qgemm.load_quantized(path, model=nn.Sequential(nn.Linear(64, 64)))
+    with pytest.raises(CheckpointError, match=r"lacks tensors of the model: model.layers.0.self_attn.k_proj.bias"):
+        qgemm.load_quantized(path, model=lambda: float_model("qwen2"))
+
+
+REFUSED: dict[str, tuple[Tensors, str]] = {
+    "a type": (
+        {"blk.0.ffn_up.weight": ("IQ2_XXS", np.zeros((128, 66), dtype=np.uint8))},
+        r"tensor blk.0.ffn_up.weight is of type IQ2_XXS; qgemm reads Q4_0, .*, MXFP4, so dequantize it",
+    ),
+    "a type of 3 bits": (
+        {"blk.0.ffn_up.weight": ("IQ3_S", np.zeros((128, 110), dtype=np.uint8))},
+        "is of type IQ3_S; qgemm reads",
+    ),
+    "a factor that is NaN": (
+        {"blk.0.ffn_up.weight": ("Q8_0", np.full((128, 68), 255, dtype=np.uint8))},
+        "blk.0.ffn_up.weight holds NaN or Inf",
+    ),
+    "another tensor": (
+        {"blk.0.attn_q.bias": np.ones(64, dtype="f4")},
+        "holds tensors that the model doesn't have: blk.0.attn_q.bias",
+    ),
+    "another shape": (
+        {"blk.0.ffn_up.weight": ("Q8_0", random_blocks("Q8_0", 64, 64))},
+        r"layer model.layers.0.mlp.up_proj has the shape \[64, 64\]; the model's is \[128, 64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path) -> None:
+    tensors, problem = REFUSED[case]
+    with pytest.raises(CheckpointError, match=problem):
+        qgemm.load_quantized(write_model(tmp_path / "a.gguf", "llama", "Q8_0", tensors))
+
+
+def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
+    tensors = tensors_of_llama()
+    del tensors["blk.1.ffn_up.weight"]
+    path = write_file(tmp_path / "a.gguf", "llama", settings_of("llama"), tensors)
+    with pytest.raises(CheckpointError, match=r"lacks tensors of the model: model.layers.1.mlp.up_proj.weight"):
+        qgemm.load_quantized(path)

@@ -1,0 +1,149 @@
+"""What settings of GGUF files say about positions, scales and mixtures is in the config, or refused."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import qgemm
+from checkpoint.gguf_files import write_file
+from checkpoint.gguf_models import float_model, settings_of, write_model
+from qgemm import CheckpointError
+from qgemm.checkpoint.gguf import read_gguf
+from qgemm.checkpoint.gguf_config import model_config
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+LONG = {"rope_factors_long.weight": np.arange(1, 5, dtype="f4"), "rope_factors_short.weight": np.ones(4, "f4")}
+
+
+def rotary(path: Path) -> Any:
+    return qgemm.load_quantized(path).config.rope_parameters
+
+
+def wanted(architecture: str, **changes: Any) -> Any:
+    return float_model(architecture, **changes).config.rope_parameters
+
+
+def scaled(kind: str, factor: float | None = 4.0, **others: Any) -> dict[str, Any]:
+    said = {"type": kind, "factor": factor, **others}
+    return {f"rope__scaling__{name}": value for name, value in said.items() if value is not None}
+
+
+def test_linear(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "a.gguf", "llama", **scaled("linear"))
+    assert rotary(path) == wanted("llama", rope_scaling={"rope_type": "linear", "factor": 4.0})
+    # Those of Gemma 3 are scaled in layers without a window alone.
+    path = write_model(tmp_path / "a.gguf", "gemma3", **scaled("linear"))
+    assert rotary(path) == wanted("gemma3", rope_scaling={"rope_type": "linear", "factor": 4.0})
+    for said in (scaled("none"), scaled("linear", 1.0), scaled("linear", 0.0), scaled("linear", None)):
+        assert rotary(write_model(tmp_path / "a.gguf", "llama", **said)) == wanted("llama")
+
+
+def test_yarn(tmp_path: Path) -> None:
+    said = scaled("yarn", original_context_length=16)
+    path = write_model(tmp_path / "a.gguf", "qwen2", **said)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    assert rotary(path) == wanted("qwen2", rope_scaling=scaling)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3(factor: float, tmp_path: Path) -> None:
+    """Files hold by what each frequency is divided."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = float_model("llama", rope_scaling={**LLAMA3, "factor": factor}).config
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    factors = 1 / (5000.0 ** (torch.arange(8) / 8) * frequencies)
+    path = write_model(tmp_path / "a.gguf", "llama", "Q8_0", {"rope_freqs.weight": factors.numpy()})
+    assert rotary(path) == config.rope_parameters
+    write_model(path, "llama", "Q8_0", {"rope_freqs.weight": factors.numpy() * 2})
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight holds factors that aren't those of Llama 3"):
+        qgemm.load_quantized(path)
+
+
+def test_longrope(tmp_path: Path) -> None:
+    said = scaled("longrope", None, original_context_length=16, attn_factor=1.25)
+    model: Any = qgemm.load_quantized(write_model(tmp_path / "a.gguf", "phi3", "Q8_0", LONG, **said))
+    long, short = (value.tolist() for value in LONG.values())
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": 1.25}
+    config = float_model("phi3", rope_scaling=scaling, original_max_position_embeddings=16).config
+    assert model.config.rope_parameters == config.rope_parameters
+    assert model.config.original_max_position_embeddings == 16
+    only = {name: LONG[name] for name in list(LONG)[:1]}
+    for tensors, others in ((only, said), ({}, said), (LONG, {}), (LONG, scaled("longrope", None))):
+        write_model(tmp_path / "a.gguf", "phi3", "Q8_0", tensors, **others)
+        with pytest.raises(CheckpointError, match="positions are scaled as LongRoPE does, which qgemm reads for Phi 3"):
+            qgemm.load_quantized(tmp_path / "a.gguf")
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no factor": ("llama", scaled("yarn", None), "positions are scaled as 'yarn' by None"),
+    "a factor that is none": ("llama", scaled("yarn", math.inf), "positions are scaled as 'yarn' by inf"),
+    "another way": ("llama", scaled("ntk"), "positions are scaled as 'ntk' by 4.0"),
+    "longrope": ("llama", scaled("longrope"), "positions are scaled as LongRoPE does"),
+    "attention of yarn": ("llama", scaled("yarn", attn_factor=2.0), "rope.scaling.attn_factor is 2.0"),
+    "a bound of yarn": ("llama", scaled("yarn", yarn_beta_fast=16.0), "rope.scaling.yarn_beta_fast is 16.0, which"),
+    "a mixture": ("llama", {"expert_count": 8}, "is a mixture of experts, which transformers doesn't read as llama"),
+    "an encoder": ("qwen2", {"attention__causal": False}, "attention.causal is False, which transformers doesn't"),
+    "another scale": ("llama", {"attention__scale": 0.5}, "attention.scale is 0.5, which transformers doesn't"),
+    "norms": ("mamba", {"ssm__dt_b_c_rms": True}, "ssm.dt_b_c_rms is True, which transformers doesn't compute for"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path) -> None:
+    architecture, changes, problem = REFUSED[case]
+    path = write_file(tmp_path / "a.gguf", architecture, settings_of(architecture, **changes), {})
+    with pytest.raises(CheckpointError, match=rf"a\.gguf.*{problem}"):
+        read_gguf(path).config("float32")
+
+
+def test_architectures_that_are_refused(tmp_path: Path) -> None:
+    settings = settings_of("llama")
+    for architecture in ("gpt-oss", "gemma4", "deci"):
+        path = write_file(tmp_path / "a.gguf", architecture, settings, {})
+        with pytest.raises(CheckpointError, match=f"transformers doesn't read {architecture} as llama.cpp writes it"):
+            read_gguf(path).config("float32")
+    path = write_file(tmp_path / "a.gguf", "granite", settings, {})
+    with pytest.raises(CheckpointError, match="architecture granite is not supported yet"):
+        read_gguf(path).config("float32")
+    with pytest.raises(CheckpointError, match="doesn't say of which architecture"):
+        model_config(path, {}, b"", "float32")
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_scale_of_queries(architecture: str, layers: int, tmp_path: Path) -> None:
+    """In the largest Gemma it is that of heads as wide as if they shared the hidden size."""
+    for count, size in ((layers, 16), (2, 32)):
+        path = write_file(tmp_path / "a.gguf", architecture, settings_of(architecture, block_count=count), {})
+        assert read_gguf(path).config("float32")["query_pre_attn_scalar"] == size
+
+
+def test_a_model_called_mistral(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "a.gguf", "llama", general__name="mistral")
+    assert type(qgemm.load_quantized(path)).__name__ == "LlamaForCausalLM"
+
+
+def test_a_vocabulary(tmp_path: Path) -> None:
+    """Its size is that of the embedding; transformers would take seconds to read the tokens."""
+    path = write_model(tmp_path / "a.gguf", "gpt2", tokenizer__ggml__tokens=[str(each) for each in range(5000)])
+    assert read_gguf(path).config("float32")["vocab_size"] == 97
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_file(tmp_path / "a.gguf", "llama", settings_of("llama"), {})
+    monkeypatch.setattr("transformers.utils.import_utils.is_gguf_available", lambda: False)
+    with pytest.raises(ImportError, match=r'a\.gguf is read with the package gguf: pip install "gguf>=0.10"'):
+        qgemm.load_quantized(path)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_gguf_pytorch_utils", None)
+    with pytest.raises(ImportError, match=r'is read with transformers: pip install "transformers>=5.17" "gguf>=0.10"'):
+        qgemm.load_quantized(path)

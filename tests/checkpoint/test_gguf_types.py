@@ -1,0 +1,78 @@
+"""Blocks of GGUF: the values are those that gguf, the package of llama.cpp, computes from the same bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from checkpoint.gguf_files import HALVES, random_blocks
+from qgemm.checkpoint.gguf_types import READ_TYPES, TYPES, BlockType
+
+BY_NAME = {kind.name: kind for kind in TYPES.values()}
+# Their zero points are sums, which may be rounded.
+SUMS = ("Q4_1", "Q4_K")
+WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
+
+
+def theirs(rows: Tensor, kind: BlockType) -> Tensor:
+    return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind.name]))
+
+
+def assert_same(rows: Tensor, kind: BlockType) -> None:
+    found, wanted = kind.dequantize(rows, torch.float32), theirs(rows, kind)
+    assert wanted.isfinite().all()
+    if kind.name in SUMS:
+        # Half a unit in the last place of the zero point, of the value, and of theirs.
+        scale, zeros = (each.repeat_interleave(32, dim=1).abs() for each in kind.parts(rows)[1:])
+        assert ((found - wanted).abs() <= 2.0**-24 * (zeros + 2 * wanted.abs())).all()
+        assert (zeros <= wanted.abs() + 8 * scale).all()
+    else:
+        assert torch.equal(found, wanted)
+
+
+def test_types_are_those_of_the_package() -> None:
+    known = {number: (kind.name, kind.values, kind.nbytes) for number, kind in TYPES.items()}
+    theirs = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
+    assert {number: theirs.get(number, known[number]) for number in known} == known
+    assert sorted(READ_TYPES) == sorted(HALVES)
+    assert len(READ_TYPES) == 15
+
+
+@pytest.mark.parametrize("name", READ_TYPES)
+def test_blocks_of_random_bytes(name: str) -> None:
+    kind = BY_NAME[name]
+    rows = torch.from_numpy(random_blocks(name, 67, 1024))
+    assert_same(rows, kind)
+    parts = [part for part in kind.parts(rows) if part is not None]
+    assert [(tuple(part.shape), part.dtype) for part in parts] == list(kind.part_shapes(67, 1024).values())
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_blocks_of_floats(name: str) -> None:
+    weight = np.random.default_rng(0).standard_normal((9, 512), dtype=np.float32)
+    weight[3] = 0
+    assert_same(torch.from_numpy(quantize(weight, GGMLQuantizationType[name])), BY_NAME[name])
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_that_are_rounded(name: str) -> None:
+    """Zero points far below the scales: a sum has more than 24 bits."""
+    kind = BY_NAME[name]
+    rows = torch.from_numpy(random_blocks(name, 8, 1024, std=1000.0)).view(-1, kind.nbytes)
+    rows[:, 2:4] = (torch.rand(len(rows), 1) * 2.0**-9).half().view(torch.uint8)
+    rows = rows.view(8, -1)
+    assert_same(rows, kind)
+    assert not torch.equal(kind.dequantize(rows, torch.float32), theirs(rows, kind))
+
+
+def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large weights are decoded some rows at a time."""
+    rows = torch.from_numpy(random_blocks("Q5_K", 7, 256))
+    whole = BY_NAME["Q5_K"].parts(rows)
+    monkeypatch.setattr("qgemm.checkpoint.gguf_types._PIECE", 512)
+    for one, other in zip(BY_NAME["Q5_K"].parts(rows), whole, strict=True):
+        assert torch.equal(one, other)
