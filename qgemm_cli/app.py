@@ -64,10 +64,14 @@ def qgemm(
 
     qgemm inspect llama-int8 --all --no-verify
 
-    qgemm inspect model-00001-of-00004.safetensors --json"""
+    qgemm inspect model-00001-of-00004.safetensors --json
+
+    qgemm inspect llama-Q4_K_M.gguf"""
 )
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A folder, its model.safetensors.index.json, or a safetensors file.")],
+    path: Annotated[
+        Path, typer.Argument(help="A folder, its model.safetensors.index.json, or a safetensors or GGUF file.")
+    ],
     verify: Annotated[
         bool, typer.Option(help="Read and check the values of scales and of tensors with a checksum.")
     ] = True,
@@ -204,10 +208,14 @@ class Format(str, Enum):
 
     qgemm convert llama-int8 llama-w8a8 --to compressed-tensors
 
-    qgemm convert llama-awq llama-int8 --to qgemm --scheme int8"""
+    qgemm convert llama-awq llama-int8 --to qgemm --scheme int8
+
+    qgemm convert llama-Q4_K_M.gguf llama-q4 --to qgemm"""
 )
 def convert(
-    source: Annotated[Path, typer.Argument(help="The folder of a quantized model, in any format that qgemm loads.")],
+    source: Annotated[
+        Path, typer.Argument(help="A quantized model in any format that qgemm loads: its folder, or a GGUF file.")
+    ],
     destination: Annotated[Path, typer.Argument(help="A folder for the converted model.")],
     to: Annotated[Format, typer.Option(help="The format to write. vLLM and transformers load the latter two.")],
     scheme: Annotated[
@@ -220,8 +228,8 @@ def convert(
 ) -> None:
     """Write a quantized checkpoint in another format, with the same values, or in another scheme.
 
-    Reads every format that qgemm loads: GPTQ, AWQ, compressed-tensors, bitsandbytes and others. Holds the quantized
-    model in memory, and reads the result again to check it.
+    Reads every format that qgemm loads: GPTQ, AWQ, compressed-tensors, bitsandbytes, GGUF and others. Holds the
+    quantized model in memory, and reads the result again to check it.
     """
     with running(convert, debug):
         from qgemm_cli.commands.convert import convert as run
@@ -242,8 +250,8 @@ def convert(
     qgemm compare llama-int8 llama-w8a8 --tolerance 0 --json"""
 )
 def compare(
-    a: Annotated[Path, typer.Argument(help="The folder of the reference, float or quantized.")],
-    b: Annotated[Path, typer.Argument(help="The folder to compare with it, float or quantized.")],
+    a: Annotated[Path, typer.Argument(help="The folder or GGUF file of the reference, float or quantized.")],
+    b: Annotated[Path, typer.Argument(help="The folder or GGUF file to compare with it, float or quantized.")],
     text: Annotated[Path | None, typer.Option(help="Run both models on this text file and compare logits.")] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="The folder of the tokenizer, if neither A nor B has one.")
