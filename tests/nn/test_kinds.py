@@ -247,9 +247,13 @@ AUTOCAST = [
 ]
 
 
+# One of each class, whose operators are those of its other schemes.
+OF_EACH_CLASS = {linear_class(scheme): scheme for scheme in reversed(EVERY_LAYER)}.values()
+
+
 @pytest.mark.parametrize(("scheme", "dtype"), AUTOCAST)
 def test_under_autocast_the_output_is_that_of_a_cast_input(
-    scheme: str, dtype: torch.dtype, device: torch.device
+    scheme: str, dtype: torch.dtype, device: torch.device, pytestconfig: pytest.Config
 ) -> None:
     layer, x = make(scheme, device=device), torch.randn(3, K, device=device)
     linear = layer.dequantize()
@@ -259,8 +263,9 @@ def test_under_autocast_the_output_is_that_of_a_cast_input(
         assert layer(x.to(torch.bfloat16)).dtype == linear(x.to(torch.bfloat16)).dtype == dtype
         with torch.autocast(device.type, enabled=False):
             assert torch.equal(layer(x), linear_free(layer, x))
-        torch._dynamo.reset()  # it counts how often one forward is compiled
-        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), out)
+        if scheme in OF_EACH_CLASS or pytestconfig.getoption("--complete"):
+            torch._dynamo.reset()  # it counts how often one forward is compiled
+            assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), out)
     error = (out.float() - layer(x)).norm() / layer(x).norm()
     assert error < 4 * torch.finfo(dtype).eps + 0.02  # a cast moves values to other steps of int8
     assert layer(x).dtype == torch.float32
