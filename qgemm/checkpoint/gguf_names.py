@@ -8,10 +8,10 @@ matrix whose rows are numbered shows the order.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +25,25 @@ RowOrder = slice | Tensor
 """What indexes the rows of a matrix."""
 
 _UNCHANGED = slice(None)
+# How deep inside a model its names may begin: a file may be of a model that is a part of it.
+_DEPTH = 2
+
+
+class _Outer:
+    """A model, as transformers' table of names looks at it, without the modules deep inside.
+
+    For each module it makes gguf's table of all names anew, which for the hundreds of a model takes many seconds.
+    """
+
+    def __init__(self, module: nn.Module, depth: int = _DEPTH) -> None:
+        self.config: Any = getattr(module, "config", None)
+        self.state_dict = module.state_dict
+        self._module, self._depth = module, depth
+
+    def named_children(self) -> Iterator[tuple[str, _Outer]]:
+        """As for a module."""
+        for name, child in self._module.named_children() if self._depth else ():
+            yield name, _Outer(child, self._depth - 1)
 
 
 class ModelNames:
@@ -41,7 +60,7 @@ class ModelNames:
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
         self._orders: dict[tuple[str, int, int], RowOrder | None] = {}
         try:
-            self.by_name: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
+            self.by_name: dict[str, str] = get_gguf_hf_weights_map(_Outer(model), self._processor)
         except Exception as error:  # for models that gguf, the package, doesn't know
             raise unsupported(f"{path}: transformers has no names for {architecture}: {error}") from error
 
@@ -65,6 +84,8 @@ class ModelNames:
     def _find_order(self, name: str, N: int, K: int) -> RowOrder | None:
         if EXPERT.fullmatch(name):
             return _UNCHANGED
+        import numpy as np
+
         numbers = np.broadcast_to(np.arange(N, dtype=np.float32)[:, None], (N, K))
         made = self._processed(name, numbers)
         if made is numbers:
@@ -78,11 +99,15 @@ class ModelNames:
 
     def changes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the values of the tensor ``name``, or their shape, differ in the model."""
+        import numpy as np
+
         value = np.broadcast_to(np.float32(-1), shape)  # takes no memory, and has a logarithm once its sign is changed
         return EXPERT.fullmatch(name) is None and self._processed(name, value) is not value
 
     def changed(self, name: str, value: Tensor) -> Tensor:
         """The model's value of the tensor ``name``, float32."""
+        import numpy as np
+
         made = np.ascontiguousarray(self._processed(name, value.float().cpu().numpy()))
         return torch.from_numpy(made).to(value.device)
 

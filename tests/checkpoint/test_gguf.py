@@ -58,11 +58,11 @@ def test_a_mix_of_types(tmp_path: Path) -> None:
     assert torch.allclose(logits(model), logits(reference), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "IQ4_NL", "MXFP4"])
-def test_experts(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "down"), [("Q4_0", "Q5_1"), ("Q4_1", "Q4_1"), ("Q5_1", "IQ4_NL"), ("MXFP4", "MXFP4")])
+def test_experts(kind: str, down: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    write_model(tmp_path / "a.gguf", "qwen3moe", kind)
+    write_model(tmp_path / "a.gguf", "qwen3moe", kind, {"blk.0.ffn_down_exps.weight": (down, _experts(down))})
     model: Any = qgemm.load_quantized(tmp_path, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="a.gguf", config=float_model("qwen3moe").config
@@ -71,17 +71,15 @@ def test_experts(kind: str, tmp_path: Path) -> None:
 
 
 def test_experts_that_need_a_scheme(tmp_path: Path) -> None:
-    write_model(tmp_path / "a.gguf", "qwen3moe", "Q5_1")
-    with pytest.raises(CheckpointError, match="which qgemm doesn't compute: give a scheme to convert it to"):
+    gates = _experts("Q4_0").reshape(4, 32, -1)  # of [64, 32] each, and now of [32, 64]
+    write_model(tmp_path / "a.gguf", "qwen3moe", "Q8_0", {"blk.0.ffn_gate_exps.weight": ("Q4_0", gates)})
+    with pytest.raises(CheckpointError, match="give one to convert them to"):
         qgemm.load_quantized(tmp_path)
     assert schemes(qgemm.load_quantized(tmp_path, scheme="int8"))["model.layers.0.mlp.experts"] == "int8"
-    write_model(tmp_path / "a.gguf", "qwen3moe", "Q8_0", {"blk.0.ffn_down_exps.weight": ("Q4_0", _experts())})
-    with pytest.raises(CheckpointError, match="experts of a module have one scheme: give one to convert them to"):
-        qgemm.load_quantized(tmp_path)
 
 
-def _experts() -> Array:
-    return random_blocks("Q4_0", 4, 64, 32)
+def _experts(kind: str) -> Array:
+    return random_blocks(kind, 4, 64, 32)
 
 
 def write_parts(folder: Path, tensors: Tensors) -> list[Path]:
