@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qgemm.checkpoint.errors import unsupported
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.tensors import split_name
 
 EXPERT = re.compile(r"(.*\.ffn_(gate|up|down)_exps)\.(\d+)\.weight")
@@ -39,9 +40,10 @@ class ModelNames:
         )
 
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
+        self._path = path
         self._orders: dict[tuple[str, int, int], RowOrder | None] = {}
         try:
-            self.by_name: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
+            self.by_name: dict[str, str] = get_gguf_hf_weights_map(_outermost(model), self._processor)
         except Exception as error:  # for models that gguf, the package, doesn't know
             raise unsupported(f"{path}: transformers has no names for {architecture}: {error}") from error
 
@@ -76,10 +78,12 @@ class ModelNames:
         order = torch.from_numpy(made[:, 0].astype(np.int64))
         return order if torch.equal(order.sort().values, torch.arange(N, device="cpu")) else None
 
-    def changes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the values of the tensor ``name``, or their shape, differ in the model."""
+    def changed_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape in the model of the tensor ``name``; None if neither shape nor values differ from the file's."""
         value = np.broadcast_to(np.float32(-1), shape)  # takes no memory, and has a logarithm once its sign is changed
-        return EXPERT.fullmatch(name) is None and self._processed(name, value) is not value
+        if EXPERT.fullmatch(name) or (made := self._processed(name, value)) is value:
+            return None
+        return tuple(made.shape)
 
     def changed(self, name: str, value: Tensor) -> Tensor:
         """The model's value of the tensor ``name``, float32."""
@@ -89,7 +93,22 @@ class ModelNames:
     def _processed(self, name: str, value: Any) -> Any:
         # A processor may also put a value where it belongs by itself.
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
-        made = self._processor.process(
-            weights=value, name=name, tensor_key_mapping=self.by_name, parsed_parameters=parsed
-        )
+        try:
+            made = self._processor.process(
+                weights=value, name=name, tensor_key_mapping=self.by_name, parsed_parameters=parsed
+            )
+        except (ValueError, KeyError, IndexError, ZeroDivisionError) as error:
+            shape = list(value.shape)
+            raise CheckpointError(f"{self._path}: settings don't fit tensor {name}, {shape}: {error!r}") from error
         return next((each.numpy() for each in parsed["tensors"].values()), made.weights)
+
+
+def _outermost(module: nn.Module, depth: int = 1) -> Any:
+    """What transformers asks of a module when it looks for names, with children down to ``depth`` alone.
+
+    A base model may have been converted by itself, which has names of its own. transformers also makes the table of
+    names for each module inside, which takes 50 seconds for 80 layers.
+    """
+    children = [(name, _outermost(child, depth - 1)) for name, child in module.named_children()] if depth else []
+    config = getattr(module, "config", None)
+    return SimpleNamespace(config=config, state_dict=module.state_dict, named_children=lambda: children)
