@@ -180,16 +180,15 @@ def _note_float(
 ) -> None:
     """Notes that the tensor ``name`` of the files is ``target`` of ``model``, in float."""
     kind, shape = source.types[name], source.shape(name)
-    is_changed = names.changes(name, shape)
+    changed = names.changed_shape(name, shape)
     try:
-        old = get_tensor(model, target)
-        shape, dtype = tuple(old.shape) if is_changed else shape, old.dtype
+        dtype = get_tensor(model, target).dtype
     except AttributeError:  # one of experts, which will be put together
         dtype = next(model.parameters()).dtype
 
     def convert(value: Tensor) -> Tensor:
         if kind.is_quantized:
-            value = kind.dequantize(value, torch.float32 if is_changed else dtype)
-        return (names.changed(name, value) if is_changed else value).to(dtype)
+            value = kind.dequantize(value, dtype if changed is None else torch.float32)
+        return (value if changed is None else names.changed(name, value)).to(dtype)
 
-    contents.convert(target, name, shape, convert, dtype)
+    contents.convert(target, name, shape if changed is None else changed, convert, dtype)

@@ -8,14 +8,14 @@ matrix whose rows are numbered shows the order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qgemm.checkpoint.errors import unsupported
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.tensors import split_name
 
 EXPERT = re.compile(r"(.*\.ffn_(gate|up|down)_exps)\.(\d+)\.weight")
@@ -25,25 +25,6 @@ RowOrder = slice | Tensor
 """What indexes the rows of a matrix."""
 
 _UNCHANGED = slice(None)
-# How deep inside a model its names may begin: a file may be of a model that is a part of it.
-_DEPTH = 2
-
-
-class _Outer:
-    """A model, as transformers' table of names looks at it, without the modules deep inside.
-
-    For each module it makes gguf's table of all names anew, which for the hundreds of a model takes many seconds.
-    """
-
-    def __init__(self, module: nn.Module, depth: int = _DEPTH) -> None:
-        self.config: Any = getattr(module, "config", None)
-        self.state_dict = module.state_dict
-        self._module, self._depth = module, depth
-
-    def named_children(self) -> Iterator[tuple[str, _Outer]]:
-        """As for a module."""
-        for name, child in self._module.named_children() if self._depth else ():
-            yield name, _Outer(child, self._depth - 1)
 
 
 class ModelNames:
@@ -58,9 +39,10 @@ class ModelNames:
         )
 
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
+        self._path = path
         self._orders: dict[tuple[str, int, int], RowOrder | None] = {}
         try:
-            self.by_name: dict[str, str] = get_gguf_hf_weights_map(_Outer(model), self._processor)
+            self.by_name: dict[str, str] = get_gguf_hf_weights_map(_outermost(model), self._processor)
         except Exception as error:  # for models that gguf, the package, doesn't know
             raise unsupported(f"{path}: transformers has no names for {architecture}: {error}") from error
 
@@ -97,12 +79,14 @@ class ModelNames:
         order = torch.from_numpy(made[:, 0].astype(np.int64))
         return order if torch.equal(order.sort().values, torch.arange(N, device="cpu")) else None
 
-    def changes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the values of the tensor ``name``, or their shape, differ in the model."""
+    def changed_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape in the model of the tensor ``name``; None if neither shape nor values differ from the file's."""
         import numpy as np
 
         value = np.broadcast_to(np.float32(-1), shape)  # takes no memory, and has a logarithm once its sign is changed
-        return EXPERT.fullmatch(name) is None and self._processed(name, value) is not value
+        if EXPERT.fullmatch(name) or (made := self._processed(name, value)) is value:
+            return None
+        return tuple(made.shape)
 
     def changed(self, name: str, value: Tensor) -> Tensor:
         """The model's value of the tensor ``name``, float32."""
@@ -114,7 +98,22 @@ class ModelNames:
     def _processed(self, name: str, value: Any) -> Any:
         # A processor may also put a value where it belongs by itself.
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
-        made = self._processor.process(
-            weights=value, name=name, tensor_key_mapping=self.by_name, parsed_parameters=parsed
-        )
+        try:
+            made = self._processor.process(
+                weights=value, name=name, tensor_key_mapping=self.by_name, parsed_parameters=parsed
+            )
+        except (ValueError, KeyError, IndexError, ZeroDivisionError) as error:
+            shape = list(value.shape)
+            raise CheckpointError(f"{self._path}: settings don't fit tensor {name}, {shape}: {error!r}") from error
         return next((each.numpy() for each in parsed["tensors"].values()), made.weights)
+
+
+def _outermost(module: nn.Module, depth: int = 1) -> Any:
+    """What transformers asks of a module when it looks for names, with children down to ``depth`` alone.
+
+    A base model may have been converted by itself, which has names of its own. transformers also makes the table of
+    names for each module inside, which takes 50 seconds for 80 layers.
+    """
+    children = [(name, _outermost(child, depth - 1)) for name, child in module.named_children()] if depth else []
+    config = getattr(module, "config", None)
+    return SimpleNamespace(config=config, state_dict=module.state_dict, named_children=lambda: children)

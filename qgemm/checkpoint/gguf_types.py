@@ -119,11 +119,12 @@ class BlockType:
         return Parts(weight, scale.reshape(n, -1), None if zeros is None else zeros.reshape(n, -1))
 
     def dequantize(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight ``[N, K]`` that ``rows``, uint8 ``[N, bytes]``, stand for, in float32 and then in ``dtype``."""
-        weight, K = self.scheme.weight, rows.shape[1] // self.nbytes * self.values
+        """The floats ``[..., K]`` that ``rows``, uint8 ``[..., bytes]``, stand for: in float32, then in ``dtype``."""
+        weight, K = self.scheme.weight, rows.shape[-1] // self.nbytes * self.values
         assert weight.group_size is not None
-        values, scale, zeros = self.parts(rows)
-        return dequantize(values, scale, zeros, None, weight.format, weight.group_size, K, dtype)
+        values, scale, zeros = self.parts(rows.reshape(-1, rows.shape[-1]))
+        floats = dequantize(values, scale, zeros, None, weight.format, weight.group_size, K, dtype)
+        return floats.reshape(*rows.shape[:-1], K)
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
 import qgemm
+from checkpoint.gguf_files import random_blocks
 from checkpoint.gguf_models import MODELS, float_model, write_model
+from qgemm import CheckpointError
+from qgemm.checkpoint.gguf_names import ModelNames
 from qgemm.nn import QuantLayer
 
 # What differs from the config of the float model.
@@ -34,3 +39,36 @@ def test_models(architecture: str, tmp_path: Path) -> None:
         found, wanted = model(**inputs)[0], reference.eval()(**inputs)[0]
     assert wanted.std() > 0.01
     assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_table_is_made_for_each_child_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers makes it for each module inside, which takes as long as reading a large model."""
+    calls: list[Any] = []
+    table = gguf.get_tensor_name_map
+    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *args: calls.append(args) or table(*args))
+    model: Any = float_model("llama")
+    names = ModelNames(Path("a.gguf"), "llama", model, model.config.to_dict())
+    assert sorted(names.by_name.values()) == sorted(model.state_dict())
+    assert len(calls) == 1 + len(list(model.children()))
+
+
+def test_settings_that_do_not_fit(tmp_path: Path) -> None:
+    names = ModelNames(tmp_path, "llama", float_model("llama"), {"num_attention_heads": 3, "num_key_value_heads": 3})
+    with pytest.raises(CheckpointError, match=r"settings don't fit tensor blk.0.attn_q.weight, \[64, 64\]: ValueError"):
+        names.row_order("blk.0.attn_q.weight", 64, 64)
+    names = ModelNames(tmp_path, "bloom", float_model("bloom"), {"hidden_size": 64})
+    with pytest.raises(CheckpointError, match=r"settings don't fit tensor blk.0.attn_qkv.bias, \[192\]: KeyError"):
+        names.changed_shape("blk.0.attn_qkv.bias", (192,))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "tensor", "problem"),
+    [
+        ("mamba", "blk.0.ssm_conv1d.weight", np.ones((128, 5), dtype="f4"), r"conv1d.weight has shape \[128, 1, 5\]"),
+        ("llama", "blk.0.attn_norm.weight", ("Q8_0", random_blocks("Q8_0", 32)), r"norm.weight has shape \[32\]"),
+    ],
+    ids=["of a convolution", "of a vector in blocks"],
+)
+def test_another_shape(architecture: str, name: str, tensor: Any, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        qgemm.load_quantized(write_model(tmp_path / "a.gguf", architecture, "Q8_0", {name: tensor}))
