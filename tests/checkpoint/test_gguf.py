@@ -73,7 +73,7 @@ def test_experts(kind: str, down: str, tmp_path: Path) -> None:
 def test_experts_that_need_a_scheme(tmp_path: Path) -> None:
     gates = _experts("Q4_0").reshape(4, 32, -1)  # of [64, 32] each, and now of [32, 64]
     write_model(tmp_path / "a.gguf", "qwen3moe", "Q8_0", {"blk.0.ffn_gate_exps.weight": ("Q4_0", gates)})
-    with pytest.raises(CheckpointError, match="give one to convert them to"):
+    with pytest.raises(CheckpointError, match="Give one to convert them to"):
         qgemm.load_quantized(tmp_path)
     assert schemes(qgemm.load_quantized(tmp_path, scheme="int8"))["model.layers.0.mlp.experts"] == "int8"
 
