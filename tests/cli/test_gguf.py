@@ -21,7 +21,7 @@ from qgemm_cli.commands.bench import shapes_of
 def _files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gguf")
     write_gguf(folder / "llama.gguf")
-    write_gguf(folder / "experts.gguf", "qwen3moe")
+    write_gguf(folder / "experts.gguf", "qwen3moe", {"ffn_up": "Q8_0"})
     return folder
 
 
@@ -34,7 +34,7 @@ def llama(_files: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def experts(_files: Path) -> Path:
-    """With another type for the down projections than for the others."""
+    """With another type for the ups than for the gates."""
     return _files / "experts.gguf"
 
 
@@ -166,12 +166,13 @@ def test_experts_of_two_types_need_a_scheme(experts: Path, tmp_path: Path) -> No
     assert same_tensors(qgemm.load_quantized(tmp_path / "out"), qgemm.load_quantized(experts, scheme="int8"))
 
 
-def test_experts_of_one_type(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "experts.gguf", "qwen3moe", {"ffn_down": "Q4_0"}, tokens=TOKENS[:3])
+def test_experts_whose_downs_have_a_type_of_their_own(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "experts.gguf", "qwen3moe", tokens=TOKENS[:3])
     layers = {layer["name"]: layer for layer in run_json("inspect", path)["layers"]}
     found = layers["model.layers.0.mlp.experts.gate_up_proj"]
     assert (found["kind"], found["storage"], found["scheme"]) == ("experts", "Q4_0", "int4-32")
     assert (found["shape"], found["bytes"]) == ([EXPERTS, 2 * HIDDEN, HIDDEN], EXPERTS * 2 * HIDDEN * 144)
+    assert layers["model.layers.0.mlp.experts.down_proj"]["storage"] == "Q8_0"
     compared = run_json("compare", path, path, "--tolerance", 0)
     assert {"model.layers.1.mlp.experts.down_proj", "model.layers.1.mlp.gate.weight"} <= {
         layer["name"] for layer in compared["layers"]
