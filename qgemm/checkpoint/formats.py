@@ -31,6 +31,7 @@ from qgemm.checkpoint.layout import (
     WEIGHTS_KEY,
     check_no_pickles,
     checkpoint_file,
+    place_of,
     read_json,
     stated_settings,
 )
@@ -260,10 +261,10 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme
         module = find_module(model, layer)
         if module is None:
             raise CheckpointError(
-                f"{config_path.parent} holds a quantized layer {layer!r}, which the model doesn't have"
+                f"{place_of(config_path)} holds a quantized layer {layer!r}, which the model doesn't have"
             )
         if reason := _why_not(contents, model, layer, module, fused):
-            raise CheckpointError(f"{config_path.parent} quantizes {layer}, {reason}")
+            raise CheckpointError(f"{place_of(config_path)} quantizes {layer}, {reason}")
     if contents.restored:
         names = listed(contents.restored, show=str)
         contents.note(f"layers that qgemm can't run quantized are restored to float as they are loaded: {names}")
@@ -296,7 +297,7 @@ def _check_shapes(contents: Contents, model: nn.Module, config_path: Path) -> No
             wanted = tuple(linear_weight(module).shape)
             if shape != wanted:
                 raise CheckpointError(
-                    f"{config_path.parent}: layer {layer} has the shape {list(shape)}; the model's is {list(wanted)}"
+                    f"{place_of(config_path)}: layer {layer} has the shape {list(shape)}; the model's is {list(wanted)}"
                 )
 
 

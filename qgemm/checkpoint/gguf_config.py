@@ -99,7 +99,9 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
             (small := Path(folder) / path.name).write_bytes(header)
             config: dict[str, Any] = load_gguf_checkpoint(str(small))["config"]
     except Exception as error:  # transformers' code may raise anything for unexpected settings
-        raise unsupported(f"{path}: transformers can't read the settings of its model: {error}") from error
+        raise unsupported(
+            f"{path}: transformers can't read the settings of its model: {str(error).rstrip('.')}"
+        ) from error
     if architecture == "llama":
         config["model_type"] = "llama"  # where transformers says mistral, it has no names
     if "architectures" not in config:

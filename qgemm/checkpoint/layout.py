@@ -250,6 +250,11 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     return path
 
 
+def place_of(config_path: Path) -> Path:
+    """What a checkpoint is called in errors: the folder of its config, or the file that holds all of it."""
+    return config_path.parent if config_path.name == CONFIG_FILE else config_path
+
+
 def retry_while_saved(folder: Path, read: Callable[[], T]) -> T:
     """Returns what ``read`` reads from the checkpoint in ``folder``; it raises ``CheckpointError`` if it can't.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import place_of
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, find_module, named_tensors, transient_names
@@ -49,9 +50,9 @@ def match(
     transient = transient_names(model)
     _check_ties(expected, manifest.tied, stored, config_path)
     absent = [name for name in expected if name not in stored and name not in manifest.tied]
-    _check_names(expected, [name for name in absent if name not in transient], stored, config_path.parent)
+    _check_names(expected, [name for name in absent if name not in transient], stored, place_of(config_path))
     if has_buffers:
-        _check_on_hand(model, {name: expected[name] for name in absent}, config_path.parent)
+        _check_on_hand(model, {name: expected[name] for name in absent}, place_of(config_path))
     for name, tensor in stored.items():
         wanted = tuple(expected[name].shape)
         if tensor.shape != wanted and not (name in transient and _has_grown(wanted, tensor.shape)):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import place_of
 from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.checkpoint.tensors import find_module, split_name
 from qgemm.nn import LinearLayer, QuantExperts
@@ -158,7 +159,7 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
     singles = list(chain(*of_weights))
     if missing := [name for name in singles if name not in layers]:
         raise CheckpointError(
-            f"{config_path.parent} lacks {missing[0]} quantized: all experts of a layer must be, or none"
+            f"{place_of(config_path)} lacks {missing[0]} quantized: all experts of a layer must be, or none"
         )
     activation = next((layers[name].activation for name in singles if layers[name].activation is not None), None)
     fused = _fused_scheme(contents, path, of_weights, config_path)
@@ -169,7 +170,7 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
             scheme = layers.pop(layer)
             if (found := contents.shapes.pop(layer, shape)) != shape:
                 raise CheckpointError(
-                    f"{config_path.parent}: layer {layer} has the shape {list(found)}; the model's is {list(shape)}"
+                    f"{place_of(config_path)}: layer {layer} has the shape {list(found)}; the model's is {list(shape)}"
                 )
             if scheme not in made:
                 made[scheme] = meta_linear(scheme, shape[1], shape[0], source.has_bias)

@@ -78,6 +78,15 @@ def test_experts_that_need_a_scheme(tmp_path: Path) -> None:
     assert schemes(qgemm.load_quantized(tmp_path, scheme="int8"))["model.layers.0.mlp.experts"] == "int8"
 
 
+def test_a_layer_of_another_shape(tmp_path: Path) -> None:
+    wrong = {"blk.0.ffn_up.weight": ("Q8_0", random_blocks("Q8_0", 32, 64))}
+    write_model(tmp_path / "a.gguf", "llama", "Q8_0", wrong)
+    with pytest.raises(
+        CheckpointError, match=r"a\.gguf: layer model\.layers\.0\.mlp\.up_proj has the shape \[32, 64\]"
+    ):
+        qgemm.load_quantized(tmp_path)
+
+
 def _experts(kind: str) -> Array:
     return random_blocks(kind, 4, 64, 32)
 
