@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.runtime.jit import constexpr_function
 
 from qgemm.kernels.stages.unpack_words import INT4_BIAS, times_of_words, unpack_words
-from qgemm.kernels.weight_only.few_rows_products import sums_layout
+from qgemm.kernels.weight_only.few_rows_products import constant
 from qgemm.kernels.weight_only.hopper_factors import columns, rows_layout
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
@@ -94,15 +94,8 @@ def _in_words(values, layout: gl.constexpr, WORDS: gl.constexpr):
 @gluon.jit
 def ones_of(M, DTYPE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr):
     """Operand A of a product that adds up the values of a group of each row of x."""
-    SPLITS: gl.constexpr = TILE.splits
-    ROWS: gl.constexpr = TILE.rows
     COUNT: gl.constexpr = FORM.group
-    ml: gl.constexpr = gl.DotOperandLayout(0, sums_layout(TILE), 2)
-    # Written so that the assembler doesn't see constants, which it would recompute for each product.
-    n = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, ml)))[None, :, None]
-    j = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, ml)))[None, None, :]
-    ones = gl.zeros([SPLITS, ROWS, COUNT], gl.int32, ml) + (1 | (M + (n & 8) + (j & 8)) >> 31)
-    return ones.to(gl.float32).to(DTYPE)
+    return constant(M, 1, COUNT, DTYPE, TILE)
 
 
 @gluon.jit

@@ -209,8 +209,8 @@ def _operand(parts, mma: gl.constexpr):
 
 
 @gluon.jit
-def _minus_bias(M, COUNT: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):
-    """Operand A of a product that subtracts ``INT4_BIAS`` from ``COUNT`` values of each row."""
+def constant(M, VALUE: gl.constexpr, COUNT: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):
+    """Operand A of a product that adds up ``COUNT`` values of each row of x, times a whole number ``VALUE``."""
     SPLITS: gl.constexpr = TILE.splits
     ROWS: gl.constexpr = TILE.rows
     ml: gl.constexpr = gl.DotOperandLayout(0, sums_layout(TILE), 2)
@@ -218,7 +218,7 @@ def _minus_bias(M, COUNT: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr)
     n = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, ml)))[None, :, None]
     j = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, ml)))[None, None, :]
     same = gl.zeros([SPLITS, ROWS, COUNT], gl.int32, ml) + (1 | (M + (n & 8) + (j & 8)) >> 31)
-    return (same * -INT4_BIAS).to(gl.float32).to(DTYPE)
+    return (same * VALUE).to(gl.float32).to(DTYPE)
 
 
 @gluon.jit
@@ -352,5 +352,5 @@ def products_of(
     PARTS: gl.constexpr,
 ):  # fmt: skip
     """The ``Products`` of ``M`` rows of x."""
-    minus_bias = _minus_bias(M, BLOCK // PARTS, DTYPE, TILE)
+    minus_bias = constant(M, -INT4_BIAS, BLOCK // PARTS, DTYPE, TILE)
     return Products(scale, zero_point, stride, minus_bias, N, K, DTYPE, FORM, TILE, PARTS)
