@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,9 +97,9 @@ class TensorFile(AbstractContextManager["TensorFile"]):
             self.close()
             raise CheckpointError(f"{path} is truncated or no {self.kind} file: {error}") from error
 
+    @abstractmethod
     def _take_header(self) -> bytes:
         """Reads the header's bytes, and sets ``places`` and ``metadata``; raises ``ValueError`` if it is invalid."""
-        raise NotImplementedError
 
     def read(self, name: str) -> Tensor:
         """Reads the bytes of a tensor into new memory. Raises ``CheckpointError`` if the file has become shorter."""
