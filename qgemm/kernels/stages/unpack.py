@@ -120,7 +120,27 @@ def _programs():
     for half, mask, flip in ((0, 0x000F000F, 0x00080008), (1, 0x00F000F0, 0x00800080)):
         found[f"scaled int4 bf16 {half}"] = (
             f"prmt.b32 t, $2, 0, 0x4140; lop3.b32 t, t, {mask:#x}, {flip:#x}, {AND_XOR}; "
-            "mov.b32 a, {$3, $3}; mov.b32 b, {$4, $4}; fma.rn.bf16x2 u, t, a, b; mov.b32 {$0, $1}, u;"
+            "fma.rn.bf16x2 u, t, $3, $4; mov.b32 {$0, $1}, u;"
+        )
+        # One product moves the sign and, as bits of a subnormal or small number, the rest: they are 6 bits apart.
+        found[f"scaled fp4 bf16 {half}"] = (
+            f"prmt.b32 t, $2, 0, 0x4140; and.b32 t, t, {mask:#x}; mul.lo.u32 t, t, {0x1040 >> 4 * half:#x}; "
+            "and.b32 t, t, 0x81C081C0; mul.bf16x2 u, t, $3; mov.b32 {$0, $1}, u;"
+        )
+    for half, step in enumerate((0x72007200, 0x70007000)):  # 2^101 and 2^97, which codes lack, and -8 * 2^-32
+        for index, twice in enumerate(("0x1010", "0x3232")):
+            found[f"factors int4 bf16 {half} {index}"] = (
+                f"prmt.b32 t, $2, 0, {twice}; mov.b32 a, {step:#x}; mov.b32 b, 0xB100B100; "
+                "mul.bf16x2 $0, t, a; mul.bf16x2 $1, t, b;"
+            )
+    for index in range(4):
+        found[f"factors fp4 uint8 {index}"] = (
+            f"prmt.b32 t, $2, 0, {0x4040 + 0x101 * index:#x}; shl.b32 t, t, 7; mov.b32 m, 0x00400040; "
+            "max.u16x2 t, t, m; mov.b32 a, 0x6E806E80; mul.bf16x2 $0, t, a; mov.b32 $1, $0;"  # 2^94
+        )
+        found[f"factors fp4 int8 {index}"] = (
+            f"prmt.b32 t, $2, 0, {0x0404 + 0x1010 * index:#x}; {_float('bf16', 't', 3, 4, 't')} "
+            "mov.b32 a, 0x6E806E80; mul.bf16x2 $0, t, a; mov.b32 $1, $0;"
         )
     for name, kind in (("bf16", "bf16"), ("fp16", "f16")):
         for format in OF_4_BITS:
@@ -261,22 +281,38 @@ def unpack_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 SCALED_BY = tl.constexpr(2.0**-32)
 """What ``unpack_times_scale`` gives is multiplied by, so that its factors are no larger than bfloat16's largest."""
-_STEPS = tl.constexpr((2.0**133 * 2.0**-32, 2.0**129 * 2.0**-32))
+
+
+@constexpr_function
+def _program(start, format, scale, half, *index):
+    names = {"uint8": f"{start} {format} uint8", "int8": f"{start} {format} int8"}
+    halves = f"{start} {format} bf16 {half}"
+    return PTX.value[" ".join([names.get(str(scale), halves), *map(str, index)])]
 
 
 @triton.jit
-def unpack_times_scale(pairs, scale, HALF: tl.constexpr):
-    """``q * scale * SCALED_BY`` of int4 as bfloat16, rounded once: ``[n, 2 k]`` of a half of ``pairs``, ``[n, k]``.
+def factors_of_codes(words, INDEX: tl.constexpr, SCALE: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """What codes are multiplied by, and what is then added, for ``unpack_times_scale``: a bfloat16 twice in an int32.
 
-    ``scale``: of rows, float32 of bfloat16 values, below 2^27. ``q + 8``, as bits, is a subnormal number: that many of
-    the smallest steps. A product and a sum make ``(q + 8) * scale - 8 * scale`` of it, and nothing is taken away first.
+    ``words``: int32 of several scales of the dtype ``SCALE``, below 2^27, of which the ``INDEX``-th is meant. To fp4
+    nothing is added.
+    """
+    ASSEMBLY: tl.constexpr = _program("factors", FORMAT, SCALE, HALF, INDEX)
+    return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], (tl.int32, tl.int32), is_pure=True, pack=1)
+
+
+@triton.jit
+def unpack_times_scale(pairs, factor, added, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """``q * scale * SCALED_BY`` as bfloat16, rounded once: ``[n, 2 k]`` of a half of ``pairs``, ``[n, k]``, on Hopper.
+
+    ``factor``, ``added``: from ``factors_of_codes``, for each pair. A code of int4, which is ``q + 8``, is as bits a
+    subnormal number: that many of the smallest steps. A product and a sum make ``(q + 8) * scale - 8 * scale`` of it,
+    and nothing is taken away first. The bits of fp4 are a number that is too small by a power of two.
     """
     SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
-    factor = (scale * _STEPS.value[HALF]).to(tl.bfloat16)[:, None]
-    minus = (scale * (-8 * SCALED_BY)).to(tl.bfloat16)[:, None]
-    ASSEMBLY: tl.constexpr = assembly("scaled int4", tl.bfloat16, " 0" if HALF == 0 else " 1")
+    ASSEMBLY: tl.constexpr = _program("scaled", FORMAT, None, HALF)
     a, b = tl.inline_asm_elementwise(
-        ASSEMBLY, "=h,=h,r,h,h", [pairs.to(tl.uint32), factor, minus], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
+        ASSEMBLY, "=h,=h,r,r,r", [pairs.to(tl.uint32), factor, added], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
     )
     return tl.join(a, b).reshape(SHAPE)
 

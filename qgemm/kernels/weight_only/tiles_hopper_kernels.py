@@ -95,9 +95,9 @@ def _consume(
         accs = ()
         for i in gl.static_range(len(WIDTHS)):
             accs = accs + (_zeros(TILE, i),)
-        if TILE.in_turn > 0 and SCALED != "sums" and not FORM.has_zeros:
+        if TILE.in_turn > 0 and SCALED != "sums":
             w_step, x_step, accs = multiply_in_turn(
-                w_step, x_step, accs, scales, rings, first, last, groups, SCALE, FORM, TILE, WHO
+                w_step, x_step, accs, scales, zero_points, rings, first, last, groups, SCALE, ZERO, FORM, TILE, WHO
             )
         else:
             w_step, x_step, accs = multiply(

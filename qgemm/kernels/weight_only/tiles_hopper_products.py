@@ -22,6 +22,7 @@ from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import load_block
 from qgemm.kernels.stages.unpack import (
     SCALED_BY,
+    factors_of_codes,
     multiply_add,
     times_of_pairs,
     unpack_pairs,
@@ -38,15 +39,16 @@ PANEL = gl.constexpr(64)  # values of x along K
 def how_scaled(form, tile, scale, dtype):
     """What the scales of groups multiply; "" if a scale belongs to a whole row.
 
-    "sums": the sums of groups. "values": the unpacked values, before the first products are started. "codes": int4
-    codes as they are unpacked, by a multiply-add that scales them and subtracts their offset.
+    "sums": the sums of groups. "values": the unpacked values, before the first products are started. "codes": codes
+    as they are unpacked, by one product with all that they lack, or a multiply-add that also subtracts their offset.
     """
     if form.group == 0:
         return ""
+    by_code = {"int4": gl.bfloat16, "fp4": scale if scale.primitive_bitwidth == 8 else None}.get(form.name)
+    if not form.has_zeros and dtype == gl.bfloat16 and scale == by_code:
+        return "codes"
     if form.group < BLOCK.value or form.float_zeros:
         return "values"
-    if form.name == "int4" and not form.has_zeros and scale == gl.bfloat16 and dtype == gl.bfloat16:
-        return "codes"
     return "sums" if tile.sums else "values"
 
 
@@ -253,7 +255,8 @@ def _spread(own, w):
     COUNT: gl.constexpr = len(own)
     ROWS: gl.constexpr = w.shape[0]
     if COUNT == 1:
-        return gl.broadcast(own[0][:, None], w)[0]
+        rows = gl.convert_layout(own[0], gl.SliceLayout(1, w.type.layout), assert_trivial=True)
+        return gl.broadcast(rows[:, None], w)[0]
     else:
         if COUNT == 2:
             groups = gl.join(own[0], own[1])
@@ -307,18 +310,29 @@ def _values(
 
 
 @gluon.jit
-def _scaled_codes(packed, INDEX: gl.constexpr, factors, mma: gl.constexpr, FORM: gl.constexpr):
-    """As ``_values``, for symmetric int4: the values times their scales in bfloat16 and ``SCALED_BY``."""
-    scale = scale_value(_of_groups(factors, INDEX, gl.bfloat16, FORM)[0])
-    own = gl.convert_layout(scale, gl.SliceLayout(1, packed.type.layout), assert_trivial=True)
+def _scaled_codes(packed, INDEX: gl.constexpr, factors, SCALE: gl.constexpr, mma: gl.constexpr, FORM: gl.constexpr):
+    """As ``_values``, for symmetric 4-bit formats: the values times their scales, in bfloat16, and ``SCALED_BY``."""
+    FORMAT: gl.constexpr = FORM.name
+    HALF: gl.constexpr = INDEX // 2
+    COUNT: gl.constexpr = max(PANEL // FORM.group, 1)
+    PER_WORD: gl.constexpr = 32 // SCALE.primitive_bitwidth if _in_words(FORM, SCALE) else 1
+    FIRST: gl.constexpr = HALF if PER_WORD == 1 else INDEX * PANEL // FORM.group
+    own, added = (), ()
+    for i in gl.static_range(COUNT):
+        word = factors[(FIRST + i) // PER_WORD]
+        if PER_WORD == 1:
+            word = word.to(gl.int16, bitcast=True).to(gl.int32)
+        factor, addend = factors_of_codes(word, (FIRST + i) % PER_WORD, SCALE, FORMAT, HALF)
+        own, added = own + (factor,), added + (addend,)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    return gl.convert_layout(unpack_times_scale(packed, own, INDEX // 2), LAYOUT, assert_trivial=True)
+    w = unpack_times_scale(packed, _spread(own, packed), _spread(added, packed), FORMAT, HALF)
+    return gl.convert_layout(w, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _start(
     values, packed, factors, accs, rings, x_step, COUNT: gl.constexpr, SCALED: gl.constexpr,
-    FORM: gl.constexpr, TILE: gl.constexpr,
+    SCALE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Starts the products of a block's ``COUNT`` panels with the next panels of x, whose first slot has arrived.
 
@@ -338,7 +352,7 @@ def _start(
         x = rings.panel_of_x(step, i % PANELS, TILE)
         if SUMS and i % 2 == 0:
             sums = (gl.zeros(accs[0].shape, gl.float32, mma),)
-        w = _scaled_codes(packed[i % 2], i, factors, mma, FORM) if SCALED == "codes" else values[i]
+        w = _scaled_codes(packed[i % 2], i, factors, SCALE, mma, FORM) if SCALED == "codes" else values[i]
         sums = _multiply(w, x, sums, not SUMS or i % 2 > 0)
         if i % 2 == 1:
             of_halves = of_halves + sums
@@ -403,7 +417,7 @@ def multiply(
         if SCALED != "codes":
             for i in gl.static_range(COUNT):
                 values = values + (_values(packed[i % 2], i, factors, zeros, SCALE, ZERO, DTYPE, mma, FORM, SCALED),)
-        started = _start(values, packed, factors, accs, rings, x_step, COUNT, SCALED, FORM, TILE)
+        started = _start(values, packed, factors, accs, rings, x_step, COUNT, SCALED, SCALE, FORM, TILE)
         # Only here: the products have waited for the loads from the slot, which TMA, its next writer, doesn't.
         rings.release_weight(w_step)
         accs = _finish(started, accs, factors, rings, x_step, COUNT, SCALED == "sums", SCALE, FORM, TILE)
@@ -414,10 +428,11 @@ def multiply(
 
 @gluon.jit
 def _blocks_in_turn(
-    w_step, x_step, accs, next_factors, scales, rings, block, groups,
-    BLOCKS: gl.constexpr, SCALE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+    w_step, x_step, accs, next_factors, next_zeros, scales, zero_points, rings, block, groups,
+    BLOCKS: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr,
+    WHO: gl.constexpr,
 ):  # fmt: skip
-    """``accs`` plus the products of ``BLOCKS`` blocks, and the factors of the block after them.
+    """``accs`` plus the products of ``BLOCKS`` blocks, and the factors and zero points of the block after them.
 
     At most two panels' products are in flight: the registers of the panel before the last may be rewritten.
     """
@@ -429,17 +444,19 @@ def _blocks_in_turn(
     layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, DTYPE)
     for b in gl.static_range(BLOCKS):
         factors = next_factors
+        zeros = next_zeros
         rings.wait_for_weight(w_step + b)
         packed = ()
         for i in gl.static_range(COUNT):
             if i < 2:
                 packed = packed + (rings.packed(w_step + b, i, WHO, mma),)
             if SCALED == "codes":
-                w = _scaled_codes(packed[i % 2], i, factors, mma, FORM)
+                w = _scaled_codes(packed[i % 2], i, factors, SCALE, mma, FORM)
             else:
-                w = _values(packed[i % 2], i, factors, (), SCALE, None, DTYPE, mma, FORM, SCALED)
+                w = _values(packed[i % 2], i, factors, zeros, SCALE, ZERO, DTYPE, mma, FORM, SCALED)
             if i == COUNT // 2:
                 next_factors = _load_factors(scales, block + b + 1, groups, layout, FORM)
+                next_zeros = _load_factors(zero_points, block + b + 1, groups, layout, FORM)
             step = x_step + (b * COUNT + i) // PANELS
             if i % PANELS == 0:
                 rings.wait_for_x(step)
@@ -453,31 +470,34 @@ def _blocks_in_turn(
                     rings.release_x(step - 1)
     accs = _settle(0, accs)
     rings.release_x(x_step + BLOCKS * COUNT // PANELS - 1)
-    return accs, next_factors
+    return accs, next_factors, next_zeros
 
 
 @gluon.jit
 def multiply_in_turn(
-    w_step, x_step, accs, scales, rings, first, last, groups,
-    SCALE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+    w_step, x_step, accs, scales, zero_points, rings, first, last, groups,
+    SCALE: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """As ``multiply``, panel by panel: of ``TILE.in_turn`` blocks without a pause, as long as there are as many."""
     BLOCKS: gl.constexpr = TILE.in_turn
     SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // TILE.panels
     layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, rings.x.dtype)
-    next_factors = _load_factors(scales, first, groups, layout, FORM)
+    factors = _load_factors(scales, first, groups, layout, FORM)
+    zeros = _load_factors(zero_points, first, groups, layout, FORM)
     whole = first + (last - first) // BLOCKS * BLOCKS
     for block in range(first, whole, BLOCKS):
-        accs, next_factors = _blocks_in_turn(
-            w_step, x_step, accs, next_factors, scales, rings, block, groups, BLOCKS, SCALE, FORM, TILE, WHO
-        )
+        accs, factors, zeros = _blocks_in_turn(
+            w_step, x_step, accs, factors, zeros, scales, zero_points, rings, block, groups, BLOCKS, SCALE, ZERO, FORM,
+            TILE, WHO,
+        )  # fmt: skip
         w_step += BLOCKS
         x_step += BLOCKS * SLOTS
     if BLOCKS > 1:
         for block in range(whole, last):
-            accs, next_factors = _blocks_in_turn(
-                w_step, x_step, accs, next_factors, scales, rings, block, groups, 1, SCALE, FORM, TILE, WHO
-            )
+            accs, factors, zeros = _blocks_in_turn(
+                w_step, x_step, accs, factors, zeros, scales, zero_points, rings, block, groups, 1, SCALE, ZERO, FORM,
+                TILE, WHO,
+            )  # fmt: skip
             w_step += 1
             x_step += SLOTS
     return w_step, x_step, accs

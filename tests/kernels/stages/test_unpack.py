@@ -108,17 +108,30 @@ def test_the_assembly_of_halves(format: str, dtype: str) -> None:
         assert torch.equal(lanes(found).view(DTYPES[dtype]), expected)
 
 
+BF16_SCALES = torch.tensor([0.0117, -0.0153, 1.0, -3.5e-12, 1.0e6, 3.0]).bfloat16()
+E4M3_SCALES = torch.tensor([0.0117, -1.5, 1.0, 448.0, 2.0**-9, 0.0, -(2.0**-7), 3.25]).to(torch.float8_e4m3fn)
+EXPONENTS = torch.tensor([127, 90, 120, 153, 40, 121, 127, 33], dtype=torch.uint8)
+
+
 @pytest.mark.parametrize("half", [0, 1])
-def test_the_assembly_that_scales(half: int) -> None:
-    """One rounding, of the exact product, for scales of any size and sign."""
-    program = unpack.PTX.value[f"scaled int4 bf16 {half}"]
-    scales = torch.tensor([0.0117, -0.0153, 1.0, -3.5e-12, 1.0e6]).bfloat16()
-    for scale in scales:
-        factors = [scale.float() * unpack._STEPS.value[half], scale.float() * (-8 * unpack.SCALED_BY.value)]
-        words = [each.bfloat16().view(torch.int16).item() & 0xFFFF for each in factors]
-        found = [execute(program, 2, word & 0xFFFF, *words) for word in BYTES.view(torch.int16).tolist()]
+@pytest.mark.parametrize(
+    ("format", "scales", "values"),
+    [
+        ("int4", BF16_SCALES, BF16_SCALES.float()),
+        ("fp4", E4M3_SCALES, E4M3_SCALES.float()),
+        ("fp4", EXPONENTS, 2.0 ** (EXPONENTS.float() - 127)),
+    ],
+)
+def test_the_assembly_that_scales(format: str, scales: Tensor, values: Tensor, half: int) -> None:
+    """One rounding, of the exact product, for scales of any size and sign, from words of several."""
+    kind = {torch.uint8: "uint8", torch.float8_e4m3fn: "int8", torch.bfloat16: f"bf16 {half}"}[scales.dtype]
+    words, count = scales.view(torch.int32).tolist(), 4 // scales.itemsize
+    program = unpack.PTX.value[f"scaled {format} bf16 {half}"]
+    for at, value in enumerate(values):
+        factors = execute(unpack.PTX.value[f"factors {format} {kind} {at % count}"], 2, words[at // count] & 0xFFFFFFFF)
+        found = [execute(program, 2, word & 0xFFFF, *factors) for word in BYTES.view(torch.int16).tolist()]
         found_values = torch.tensor(found).reshape(-1).to(torch.int32).to(torch.int16).view(torch.bfloat16)
-        expected = (halves(torch.float32, "int4")[half] * scale.float()).bfloat16()
+        expected = (halves(torch.float32, format)[half] * value).bfloat16()
         assert torch.equal(found_values.float(), expected.float() * unpack.SCALED_BY.value)
 
 
@@ -187,11 +200,12 @@ OPERATIONS = {
     "fma": fused,
     "prmt": prmt,
     "lop3": lop3,
+    "max": lambda a, b, _type: max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF),
     "mov": lambda a, _type: a,
     "and": lambda a, b, _type: a & b,
     "xor": lambda a, b, _type: a ^ b,
     "shl": lambda a, b, _type: a << b,
     "shr": lambda a, b, _type: a >> b,
     "sub": lambda a, b, kind: in_lanes(a, b, kind, factor=False),
-    "mul": lambda a, b, kind: in_lanes(a, b, kind, factor=True),
+    "mul": lambda a, b, kind, *_: a * b if kind == "lo" else in_lanes(a, b, kind, factor=True),
 }
