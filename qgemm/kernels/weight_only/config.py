@@ -29,6 +29,10 @@ BLOCK_TIMES = {
     8: {32: 1.1, 64: 1.23, 128: 1.7, 160: 2.16, 192: 2.4, 256: 3.04},
 }
 """The time of 256 values of K in a tile, by the weight's bits and the rows of x."""
+ZEROS = 0.15
+"""What zero points add to it."""
+FLOAT32 = 0.5
+"""What it adds that values are scaled in float32."""
 HANDOVER = 1.1
 PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
 # Programs that have parts of two tiles are at other values of K than their neighbours, which load the same x and, with
@@ -208,8 +212,8 @@ class Tiles(Shareable):
     """The number of slots for blocks of the weight."""
     sums: bool = False
     """Whether scales of groups with at least 128 values multiply the groups' sums instead of the unpacked values."""
-    in_turn: int = 0
-    """Of how many blocks panels are unpacked and multiplied in turn, without a pause; 0: a block's panels together."""
+    in_turn: bool = False
+    """Whether panels are unpacked and multiplied in turn, not a block's panels together."""
     panels: int = 2
     staging: int = 1
     """The slots in which a group of warps stages its outputs."""
@@ -238,18 +242,18 @@ TILES = {
         Tiles(64, 4, 4, sums=True, panels=4),
         Tiles(128, 5, 3),
         Tiles(128, 4, 3, staging=2),
-        Tiles(160, 8, 3, in_turn=4, panels=1, staging=2),
-        Tiles(192, 6, 3, in_turn=2, panels=1, staging=2),
-        Tiles(256, 5, 3, in_turn=2, panels=1),
+        Tiles(160, 8, 3, in_turn=True, panels=1, staging=2),
+        Tiles(192, 6, 3, in_turn=True, panels=1, staging=2),
+        Tiles(256, 5, 3, in_turn=True, panels=1),
     ),
     8: (
         Tiles(32, 8, 8, sums=True),
-        Tiles(64, 7, 5, sums=True, in_turn=1),
-        Tiles(128, 5, 3, in_turn=1),
-        Tiles(128, 4, 4, staging=2, in_turn=1),
-        Tiles(160, 8, 3, in_turn=4, panels=1, staging=2),
-        Tiles(192, 3, 4, in_turn=4),
-        Tiles(256, 5, 3, in_turn=1, panels=1),
+        Tiles(64, 7, 5, sums=True, in_turn=True),
+        Tiles(128, 5, 3, in_turn=True),
+        Tiles(128, 4, 4, staging=2, in_turn=True),
+        Tiles(160, 8, 3, in_turn=True, panels=1, staging=2),
+        Tiles(192, 3, 4, in_turn=True),
+        Tiles(256, 5, 3, in_turn=True, panels=1),
     ),
 }
 """By the weight's bits. Slots fill shared memory. With int4 and up to 64 rows of x, a slot has all panels of a block,
@@ -288,7 +292,7 @@ def prefers_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits
     if M <= MAX_FEW_ROWS or form.bits > 4 or form.has_zeros:
         return False
     tile = select_tiles(M, N, K, form, limits)
-    return _microseconds(tile, M, N, K, form, limits) + TILES_LATER < _best_ring(M, N, K, form, limits)[0]
+    return _microseconds(tile, M, N, K, form, True, limits) + TILES_LATER < _best_ring(M, N, K, form, limits)[0]
 
 
 def _best_ring(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> tuple[float, FewRowsRing]:
@@ -342,22 +346,22 @@ def most_rows(form: StoredForm, exact: bool) -> float:
 def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, exact: bool = True) -> Tiles:
     """The tiles of a product of ``M`` rows, more than 16: the fastest by ``_microseconds``.
 
-    ``exact``: whether scales are values of the dtype of x. If not, they take registers, as zero points do.
+    ``exact``: whether scales are values of the dtype of x. If not, values are scaled in float32.
     """
-    plain = form.group == 0 or (form.group >= BLOCK_BYTES and exact)
-    widest = 256 if plain and not form.has_zeros else 128
     candidates: list[Tiles] = []
     for one in TILES[form.bits]:
-        if one.columns > min(max(32, next_power_of_2(M)), widest):
+        if one.columns > max(32, next_power_of_2(M)):
             continue
         if one.columns == 128 and one.staging != (2 if M <= 128 else 1):
             continue
         last = one.tiles(M, N) % limits.num_sms
         candidates += [one, *one.shared_by(last, limits.num_sms, cdiv(K, form.block))]
-    return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, limits))
+    return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, exact, limits))
 
 
-def _microseconds(tile: Tiles, M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> float:
+def _microseconds(
+    tile: Tiles, M: int, N: int, K: int, form: StoredForm, exact: bool, limits: DeviceLimits
+) -> float:
     """Roughly how long a product takes, without what is the same for all tiles. Tiles that aren't shared come first."""
     blocks = cdiv(K, form.block)
     rounds = float(cdiv(tile.tiles(M, N) - tile.shared, limits.num_sms) * blocks)
@@ -368,4 +372,7 @@ def _microseconds(tile: Tiles, M: int, N: int, K: int, form: StoredForm, limits:
             in_a_row = M <= tile.columns < 256
             slower, time = (APART_IN_A_ROW, time) if in_a_row else (APART, time + SECOND_PART)
         rounds += cdiv(tile.shared * blocks, tile.sharers) * slower
-    return time + rounds * BLOCK_TIMES[form.bits][tile.columns] * form.block / 256
+    block = BLOCK_TIMES[form.bits][tile.columns] + (ZEROS if form.has_zeros else 0)
+    if not exact and form.group > 0 and (form.scales_values or not tile.sums):
+        block += FLOAT32
+    return time + rounds * block * form.block / 256

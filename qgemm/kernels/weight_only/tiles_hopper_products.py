@@ -427,12 +427,11 @@ def multiply(
 
 
 @gluon.jit
-def _blocks_in_turn(
-    w_step, x_step, accs, next_factors, next_zeros, scales, zero_points, rings, block, groups,
-    BLOCKS: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr,
-    WHO: gl.constexpr,
+def multiply_in_turn(
+    w_step, x_step, accs, scales, zero_points, rings, first, last, groups,
+    SCALE: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """``accs`` plus the products of ``BLOCKS`` blocks, and the factors and zero points of the block after them.
+    """As ``multiply``, panel by panel.
 
     At most two panels' products are in flight: the registers of the panel before the last may be rewritten.
     """
@@ -442,62 +441,36 @@ def _blocks_in_turn(
     DTYPE: gl.constexpr = rings.x.dtype
     SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
     layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, DTYPE)
-    for b in gl.static_range(BLOCKS):
+    next_factors = _load_factors(scales, first, groups, layout, FORM)
+    next_zeros = _load_factors(zero_points, first, groups, layout, FORM)
+    for block in range(first, last):
         factors = next_factors
         zeros = next_zeros
-        rings.wait_for_weight(w_step + b)
+        rings.wait_for_weight(w_step)
         packed = ()
         for i in gl.static_range(COUNT):
             if i < 2:
-                packed = packed + (rings.packed(w_step + b, i, WHO, mma),)
+                packed = packed + (rings.packed(w_step, i, WHO, mma),)
             if SCALED == "codes":
                 w = _scaled_codes(packed[i % 2], i, factors, SCALE, mma, FORM)
             else:
                 w = _values(packed[i % 2], i, factors, zeros, SCALE, ZERO, DTYPE, mma, FORM, SCALED)
             if i == COUNT // 2:
-                next_factors = _load_factors(scales, block + b + 1, groups, layout, FORM)
-                next_zeros = _load_factors(zero_points, block + b + 1, groups, layout, FORM)
-            step = x_step + (b * COUNT + i) // PANELS
+                next_factors = _load_factors(scales, block + 1, groups, layout, FORM)
+                next_zeros = _load_factors(zero_points, block + 1, groups, layout, FORM)
+            step = x_step + i // PANELS
             if i % PANELS == 0:
                 rings.wait_for_x(step)
             accs = _multiply(w, rings.panel_of_x(step, i % PANELS, TILE), accs)
             if i == 1:
                 # By now both of the block's halves are in registers, or the products have waited for them.
-                rings.release_weight(w_step + b)
-            if b + i > 0:
+                rings.release_weight(w_step)
+            if i > 0:
                 accs = _settle(1, accs)
                 if i % PANELS == 0:
                     rings.release_x(step - 1)
-    accs = _settle(0, accs)
-    rings.release_x(x_step + BLOCKS * COUNT // PANELS - 1)
-    return accs, next_factors, next_zeros
-
-
-@gluon.jit
-def multiply_in_turn(
-    w_step, x_step, accs, scales, zero_points, rings, first, last, groups,
-    SCALE: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
-):  # fmt: skip
-    """As ``multiply``, panel by panel: of ``TILE.in_turn`` blocks without a pause, as long as there are as many."""
-    BLOCKS: gl.constexpr = TILE.in_turn
-    SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // TILE.panels
-    layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, rings.x.dtype)
-    factors = _load_factors(scales, first, groups, layout, FORM)
-    zeros = _load_factors(zero_points, first, groups, layout, FORM)
-    whole = first + (last - first) // BLOCKS * BLOCKS
-    for block in range(first, whole, BLOCKS):
-        accs, factors, zeros = _blocks_in_turn(
-            w_step, x_step, accs, factors, zeros, scales, zero_points, rings, block, groups, BLOCKS, SCALE, ZERO, FORM,
-            TILE, WHO,
-        )  # fmt: skip
-        w_step += BLOCKS
-        x_step += BLOCKS * SLOTS
-    if BLOCKS > 1:
-        for block in range(whole, last):
-            accs, factors, zeros = _blocks_in_turn(
-                w_step, x_step, accs, factors, zeros, scales, zero_points, rings, block, groups, 1, SCALE, ZERO, FORM,
-                TILE, WHO,
-            )  # fmt: skip
-            w_step += 1
-            x_step += SLOTS
+        accs = _settle(0, accs)
+        w_step += 1
+        x_step += COUNT // PANELS
+        rings.release_x(x_step - 1)
     return w_step, x_step, accs
