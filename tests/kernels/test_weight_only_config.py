@@ -77,14 +77,15 @@ def test_the_ring_of_float_zero_points() -> None:
     assert not fits_ring(16, 4096, replace(INT4, group=64))
 
 
-def test_most_rows_of_small_groups() -> None:
+def test_most_rows_of_tiles() -> None:
+    """A float weight is made where values are scaled in float32, and more of it is read than that costs."""
     four = StoredForm("int4", 32)
-    assert most_rows(INT4, False) == most_rows(INT8, True) == math.inf
-    assert (most_rows(four, True), most_rows(four, False)) == (1024, 768)
-    assert most_rows(StoredForm("nf4", 64), False) == 1024
-    assert most_rows(StoredForm("fp4", 16), True) == 768
-    assert most_rows(StoredForm("int8", 16), False) == 512
-    assert most_rows(replace(four, has_zeros=True, float_zeros=True), False) == 512
+    assert most_rows(INT4, True) == most_rows(four, True) == most_rows(StoredForm("fp4", 16), True) == math.inf
+    assert most_rows(StoredForm("int8", 0), False) == math.inf
+    assert most_rows(INT4, False) == most_rows(four, False) == most_rows(StoredForm("int8", 16), False) == 2048
+    zeros = replace(four, has_zeros=True, float_zeros=True)
+    assert most_rows(zeros, False) == 768
+    assert most_rows(replace(zeros, group=64), False) == 2048
 
 
 @pytest.mark.parametrize("name", ["int4", "int8"])
@@ -225,11 +226,20 @@ def test_accumulators_have_sizes_of_powers_of_2() -> None:
     assert {tile.widths for tile in TILES[4]} == {(32,), (64,), (128,), (128, 32), (128, 64), (256,)}
 
 
-@pytest.mark.parametrize("form", [StoredForm("int4", 128, has_zeros=True), StoredForm("fp4", 32)])
-def test_zero_points_and_small_groups_have_narrower_tiles(form: StoredForm) -> None:
-    assert {select_tiles(M, 8192, 8192, form, H200).columns for M in (20, 64, 192, 512, 4096)} <= {32, 64, 128}
-    assert select_tiles(4096, 8192, 8192, INT4, H200).columns == 256
-    assert select_tiles(4096, 8192, 8192, INT4, H200, exact=False).columns == 128
+def test_what_takes_registers_has_narrower_tiles() -> None:
+    zeros = StoredForm("int4", 32, has_zeros=True, float_zeros=True)
+    for form in (INT4, replace(INT4, has_zeros=True), StoredForm("fp4", 32), StoredForm("int8", 32), zeros):
+        tiles = [select_tiles(M, 8192, 8192, form, H200, exact=False) for M in (20, 64, 192, 512, 4096)]
+        assert max(tile.columns for tile in tiles) == (192 if form == zeros else 256)
+        assert all(tile.in_turn for tile in tiles) == (form == zeros)
+
+
+def test_scaling_in_float32_makes_wider_tiles_better() -> None:
+    """Each tile unpacks the weight again."""
+    assert select_tiles(384, 28672, 8192, INT4, H200).columns == 128
+    assert select_tiles(384, 28672, 8192, INT4, H200, exact=False).columns == 192
+    # Sums are scaled in float32 as they are.
+    assert select_tiles(64, 28672, 8192, INT4, H200) == select_tiles(64, 28672, 8192, INT4, H200, exact=False)
 
 
 def test_programs_fill_the_device() -> None:

@@ -144,6 +144,23 @@ def test_tiles_with_two_accumulators(
     check(dtype, M, K, kind, device, N=N)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [160, 192, 256])
+def test_wide_tiles_of_every_kind(
+    columns: int, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of scales that are whole numbers of 32 bits, and rows of whole blocks."""
+    skip_elsewhere(device)
+    M, N = 300, 520
+    form = FORMATS[KINDS[kind][0]]
+    whole = next(one for one in TILES[form.bits] if one.columns == columns)
+    tile = replace(whole, shared=whole.tiles(M, N), sharers=12)
+    monkeypatch.setattr(float_launcher, "select_tiles", lambda *_: tile)
+    monkeypatch.setattr(float_launcher, "plans", PlanCache())
+    for K in (1152, 1280):
+        check(torch.bfloat16, M, K, kind, device, N=N)
+
+
 def check(
     dtype: torch.dtype, M: int, K: int, kind: str, device: torch.device, bad_row: int | None = None, N: int = N
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.memory import COUNTS_BYTES
-from qgemm.kernels.stored_form import BLOCK_BYTES, StoredForm
+from qgemm.kernels.stored_form import StoredForm
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_FEW_ROWS = 16
@@ -332,15 +332,15 @@ def select_few_rows(M: int, N: int, form: StoredForm, limits: DeviceLimits) -> F
 
 
 def most_rows(form: StoredForm, exact: bool) -> float:
-    """How many rows tiles are faster for than a float weight that is made for the call, by groups; ``exact``: as below.
-
-    Values are scaled in 16 bits if scales are exact, else in float32.
-    """
-    if not form.has_small_groups:
+    """How many rows tiles are faster for than a float weight that is made for the call; ``exact``: as below."""
+    if exact or form.group == 0:
         return math.inf
-    if form.has_codebook or (exact and form.name == "int4"):
-        return 1024
-    return 768 if exact or (form.group > 16 and not form.float_zeros) else 512
+    return 768 if _takes_registers(form) else 2048
+
+
+def _takes_registers(form: StoredForm) -> bool:
+    """Whether scales and zero points take so many registers that tiles can't hold all of a block's values as well."""
+    return form.bits == 4 and form.float_zeros and form.group < 64
 
 
 def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, exact: bool = True) -> Tiles:
@@ -349,19 +349,20 @@ def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits,
     ``exact``: whether scales are values of the dtype of x. If not, values are scaled in float32.
     """
     candidates: list[Tiles] = []
+    widest = min(max(32, next_power_of_2(M)), 192 if _takes_registers(form) else 256)
     for one in TILES[form.bits]:
-        if one.columns > max(32, next_power_of_2(M)):
+        if one.columns > widest:
             continue
         if one.columns == 128 and one.staging != (2 if M <= 128 else 1):
             continue
+        if _takes_registers(form):
+            one = replace(one, in_turn=True)
         last = one.tiles(M, N) % limits.num_sms
         candidates += [one, *one.shared_by(last, limits.num_sms, cdiv(K, form.block))]
     return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, exact, limits))
 
 
-def _microseconds(
-    tile: Tiles, M: int, N: int, K: int, form: StoredForm, exact: bool, limits: DeviceLimits
-) -> float:
+def _microseconds(tile: Tiles, M: int, N: int, K: int, form: StoredForm, exact: bool, limits: DeviceLimits) -> float:
     """Roughly how long a product takes, without what is the same for all tiles. Tiles that aren't shared come first."""
     blocks = cdiv(K, form.block)
     rounds = float(cdiv(tile.tiles(M, N) - tile.shared, limits.num_sms) * blocks)

@@ -88,10 +88,10 @@ def _consume(
     for turn in range(items.turns()):
         row, col, first, last, shared = items.place(turn)
         col += WHO * 64
-        scales = factors_of(scale, col, sched.N, stride_sn, rl, FORM)
+        scales = factors_of(scale, col, sched.N, stride_sn, rl, FORM, TILE)
         zero_points = None
         if FORM.has_zeros:
-            zero_points = factors_of(zero_point, col, sched.N, stride_sn, zl, FORM)
+            zero_points = factors_of(zero_point, col, sched.N, stride_sn, zl, FORM, TILE)
         accs = ()
         for i in gl.static_range(len(WIDTHS)):
             accs = accs + (_zeros(TILE, i),)

@@ -180,18 +180,27 @@ def words_of(form, dtype):
     return form.block // form.group * dtype.primitive_bitwidth // 32
 
 
+@constexpr_function
+def parts_of(form, tile, dtype):
+    """In how many parts the scales or zero points of a block are loaded: in two where they take many registers."""
+    many = form.by_groups and form.bits == 4 and words_of(form, dtype) >= 8
+    return 2 if many and tile.in_turn else 1
+
+
 @gluon.jit
-def factors_of(factors, col, N, stride, layout: gl.constexpr, FORM: gl.constexpr):
+def factors_of(factors, col, N, stride, layout: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr):
     """Pointers to the scales or zero points of the weight's 64 rows from ``col`` on, for ``_load_factors``.
 
-    To a row's first, or where those of a block's small groups are read together, to each word of the first block's.
+    To a row's first, or where those of a block's small groups are read together, to each word of the first part.
     """
     if FORM.by_groups:
-        WORDS: gl.constexpr = words_of(FORM, factors.dtype.element_ty)
+        DTYPE: gl.constexpr = factors.dtype.element_ty
+        OF_BLOCK: gl.constexpr = words_of(FORM, DTYPE)
+        WORDS: gl.constexpr = OF_BLOCK // parts_of(FORM, TILE, DTYPE)
         together: gl.constexpr = rows_layout(64, WORDS, 4)
         n = gl.minimum(col + gl.arange(0, 64, gl.SliceLayout(1, together)), N - 1)
         words = factors.cast(gl.pointer_type(gl.int32), bitcast=True)
-        words += n.to(gl.int64)[:, None] * (stride // (FORM.block // FORM.group) * WORDS)
+        words += n.to(gl.int64)[:, None] * (stride // (FORM.block // FORM.group) * OF_BLOCK)
         return words + gl.arange(0, WORDS, gl.SliceLayout(0, together))[None, :]
     else:
         n = gl.minimum(col + gl.arange(0, 64, layout), N - 1)
@@ -199,10 +208,12 @@ def factors_of(factors, col, N, stride, layout: gl.constexpr, FORM: gl.constexpr
 
 
 @gluon.jit
-def _load_factors(pointers, block, groups, layout: gl.constexpr, FORM: gl.constexpr):
+def _load_factors(
+    pointers, block, groups, layout: gl.constexpr, FORM: gl.constexpr, PART: gl.constexpr = 0, PARTS: gl.constexpr = 1
+):  # fmt: skip
     """The scales or zero points of a block's groups, as a tensor per half or as words; 0 beyond the last group.
 
-    ``pointers``: from ``factors_of``. ``layout``: that of the words.
+    ``pointers``: from ``factors_of``. ``layout``: that of the words. ``PART``: of those of the block, with ``PARTS``.
     """
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     factors = ()
@@ -210,8 +221,9 @@ def _load_factors(pointers, block, groups, layout: gl.constexpr, FORM: gl.conste
         if FORM.by_groups:
             WORDS: gl.constexpr = pointers.shape[1]
             together: gl.constexpr = pointers.type.layout
-            inside = gl.zeros([64, WORDS], gl.int32, together) + block * (FORM.block // FORM.group) < groups
-            each = columns(gl.load(pointers + block * WORDS, mask=inside, other=0))
+            part = block * PARTS + PART
+            inside = gl.zeros([64, WORDS], gl.int32, together) + part * (FORM.block // FORM.group // PARTS) < groups
+            each = columns(gl.load(pointers + part * WORDS, mask=inside, other=0))
             for i in gl.static_range(WORDS):
                 factors = factors + (gl.convert_layout(each[i], layout, assert_trivial=True),)
         elif _in_words(FORM, pointers.dtype.element_ty):
@@ -229,12 +241,28 @@ def _load_factors(pointers, block, groups, layout: gl.constexpr, FORM: gl.conste
 
 
 @gluon.jit
-def _of_groups(factors, INDEX: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr):
+def _load_next(
+    pointers, block, INDEX: gl.constexpr, groups, layout: gl.constexpr, FORM: gl.constexpr, PARTS: gl.constexpr
+):  # fmt: skip
+    """As ``_load_factors``, of the part after that of the block's panel ``INDEX``."""
+    NEXT: gl.constexpr = INDEX * PANEL * PARTS // FORM.block + 1
+    PART: gl.constexpr = NEXT % PARTS
+    return _load_factors(pointers, block + NEXT // PARTS, groups, layout, FORM, PART, PARTS)
+
+
+@constexpr_function
+def _first_group(form, tile, dtype, index):
+    """The first group of a block's panel, among those of a part."""
+    return index % (form.block // PANEL.value // parts_of(form, tile, dtype)) * PANEL.value // form.group
+
+
+@gluon.jit
+def _of_groups(factors, INDEX: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr):
     """A vector of ``DTYPE`` for each group of a block's panel, from the result of ``_load_factors``."""
     own = ()
     if _in_words(FORM, DTYPE):
         COUNT: gl.constexpr = max(PANEL // FORM.group, 1)
-        FIRST: gl.constexpr = INDEX * PANEL // FORM.group
+        FIRST: gl.constexpr = _first_group(FORM, TILE, DTYPE, INDEX)
         BITS: gl.constexpr = DTYPE.primitive_bitwidth
         for i in gl.static_range(COUNT):
             word = factors[(FIRST + i) * BITS // 32]
@@ -271,7 +299,7 @@ def _spread(own, w):
 @gluon.jit
 def _values(
     packed, INDEX: gl.constexpr, factors, zeros, SCALE: gl.constexpr, ZERO: gl.constexpr, DTYPE: gl.constexpr,
-    mma: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr,
+    mma: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """A panel of a block, 64 values of K, in the layout of ``wgmma``'s operand A, divided by ``left_over``.
 
@@ -284,7 +312,7 @@ def _values(
     w = gl.convert_layout(w, LAYOUT, assert_trivial=True)
     if FORM.has_zeros and not FORM.float_zeros:
         own = ()
-        of_groups = _of_groups(zeros, INDEX, ZERO, FORM)
+        of_groups = _of_groups(zeros, INDEX, ZERO, FORM, TILE)
         for i in gl.static_range(len(of_groups)):
             own = own + ((of_groups[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))).to(DTYPE),)
         w = w - _spread(own, w)
@@ -292,13 +320,13 @@ def _values(
         # Exponents and e4m3 are exact in bfloat16. Otherwise the product is computed in float32 and rounded once.
         EXACT: gl.constexpr = is_exact(SCALE, DTYPE) and (not FORM.float_zeros or ZERO == DTYPE)
         own = ()
-        of_groups = _of_groups(factors, INDEX, SCALE, FORM)
+        of_groups = _of_groups(factors, INDEX, SCALE, FORM, TILE)
         for i in gl.static_range(len(of_groups)):
             own = own + ((scale_value(of_groups[i]).to(DTYPE) if EXACT else scale_value(of_groups[i])),)
         scaled = w if EXACT else w.to(gl.float32)
         if FORM.float_zeros:
             added = ()
-            of_groups = _of_groups(zeros, INDEX, ZERO, FORM)
+            of_groups = _of_groups(zeros, INDEX, ZERO, FORM, TILE)
             for i in gl.static_range(len(of_groups)):
                 zero = of_groups[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))
                 added = added + ((zero.to(DTYPE) if EXACT else zero),)
@@ -310,13 +338,16 @@ def _values(
 
 
 @gluon.jit
-def _scaled_codes(packed, INDEX: gl.constexpr, factors, SCALE: gl.constexpr, mma: gl.constexpr, FORM: gl.constexpr):
+def _scaled_codes(
+    packed, INDEX: gl.constexpr, factors, SCALE: gl.constexpr, mma: gl.constexpr, FORM: gl.constexpr,
+    TILE: gl.constexpr,
+):  # fmt: skip
     """As ``_values``, for symmetric 4-bit formats: the values times their scales, in bfloat16, and ``SCALED_BY``."""
     FORMAT: gl.constexpr = FORM.name
     HALF: gl.constexpr = INDEX // 2
     COUNT: gl.constexpr = max(PANEL // FORM.group, 1)
     PER_WORD: gl.constexpr = 32 // SCALE.primitive_bitwidth if _in_words(FORM, SCALE) else 1
-    FIRST: gl.constexpr = HALF if PER_WORD == 1 else INDEX * PANEL // FORM.group
+    FIRST: gl.constexpr = HALF if PER_WORD == 1 else _first_group(FORM, TILE, SCALE, INDEX)
     own, added = (), ()
     for i in gl.static_range(COUNT):
         word = factors[(FIRST + i) // PER_WORD]
@@ -352,7 +383,7 @@ def _start(
         x = rings.panel_of_x(step, i % PANELS, TILE)
         if SUMS and i % 2 == 0:
             sums = (gl.zeros(accs[0].shape, gl.float32, mma),)
-        w = _scaled_codes(packed[i % 2], i, factors, SCALE, mma, FORM) if SCALED == "codes" else values[i]
+        w = _scaled_codes(packed[i % 2], i, factors, SCALE, mma, FORM, TILE) if SCALED == "codes" else values[i]
         sums = _multiply(w, x, sums, not SUMS or i % 2 > 0)
         if i % 2 == 1:
             of_halves = of_halves + sums
@@ -379,7 +410,7 @@ def _finish(
         if i % PANELS == PANELS - 1:
             rings.release_x(x_step + i // PANELS)
         if SUMS and i % 2 == 1:
-            factor = scale_value(_of_groups(scales, i, SCALE, FORM)[0])[:, None]
+            factor = scale_value(_of_groups(scales, i, SCALE, FORM, TILE)[0])[:, None]
             accs = (gl.fma(sums[0], gl.broadcast(factor, sums[0])[0], accs[0]),)
     return accs if SUMS else sums
 
@@ -416,7 +447,8 @@ def multiply(
         values = ()
         if SCALED != "codes":
             for i in gl.static_range(COUNT):
-                values = values + (_values(packed[i % 2], i, factors, zeros, SCALE, ZERO, DTYPE, mma, FORM, SCALED),)
+                w = _values(packed[i % 2], i, factors, zeros, SCALE, ZERO, DTYPE, mma, FORM, TILE, SCALED)
+                values = values + (w,)
         started = _start(values, packed, factors, accs, rings, x_step, COUNT, SCALED, SCALE, FORM, TILE)
         # Only here: the products have waited for the loads from the slot, which TMA, its next writer, doesn't.
         rings.release_weight(w_step)
@@ -441,23 +473,29 @@ def multiply_in_turn(
     DTYPE: gl.constexpr = rings.x.dtype
     SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
     layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, DTYPE)
-    next_factors = _load_factors(scales, first, groups, layout, FORM)
-    next_zeros = _load_factors(zero_points, first, groups, layout, FORM)
+    PARTS: gl.constexpr = parts_of(FORM, TILE, SCALE)
+    ZERO_PARTS: gl.constexpr = 1 if ZERO is None else parts_of(FORM, TILE, ZERO)
+    next_factors = _load_factors(scales, first, groups, layout, FORM, 0, PARTS)
+    next_zeros = _load_factors(zero_points, first, groups, layout, FORM, 0, ZERO_PARTS)
     for block in range(first, last):
-        factors = next_factors
-        zeros = next_zeros
         rings.wait_for_weight(w_step)
         packed = ()
         for i in gl.static_range(COUNT):
             if i < 2:
                 packed = packed + (rings.packed(w_step, i, WHO, mma),)
+            if i % (COUNT // PARTS) == 0:
+                factors = next_factors
+            if i % (COUNT // ZERO_PARTS) == 0:
+                zeros = next_zeros
             if SCALED == "codes":
-                w = _scaled_codes(packed[i % 2], i, factors, SCALE, mma, FORM)
+                w = _scaled_codes(packed[i % 2], i, factors, SCALE, mma, FORM, TILE)
             else:
-                w = _values(packed[i % 2], i, factors, zeros, SCALE, ZERO, DTYPE, mma, FORM, SCALED)
-            if i == COUNT // 2:
-                next_factors = _load_factors(scales, block + 1, groups, layout, FORM)
-                next_zeros = _load_factors(zero_points, block + 1, groups, layout, FORM)
+                w = _values(packed[i % 2], i, factors, zeros, SCALE, ZERO, DTYPE, mma, FORM, TILE, SCALED)
+            # The next ones, halfway through these.
+            if i % (COUNT // PARTS) == COUNT // PARTS // 2:
+                next_factors = _load_next(scales, block, i, groups, layout, FORM, PARTS)
+            if i % (COUNT // ZERO_PARTS) == COUNT // ZERO_PARTS // 2:
+                next_zeros = _load_next(zero_points, block, i, groups, layout, FORM, ZERO_PARTS)
             step = x_step + i // PANELS
             if i % PANELS == 0:
                 rings.wait_for_x(step)
