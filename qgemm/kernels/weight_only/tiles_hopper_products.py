@@ -182,9 +182,9 @@ def words_of(form, dtype):
 
 @constexpr_function
 def parts_of(form, tile, dtype):
-    """In how many parts the scales or zero points of a block are loaded: in two where they take many registers."""
-    many = form.by_groups and form.bits == 4 and words_of(form, dtype) >= 8
-    return 2 if many and tile.in_turn else 1
+    """In how many parts, of at most 16 bytes, the scales or zero points of a block are loaded."""
+    in_parts = tile.in_turn and form.by_groups and form.bits == 4
+    return max(words_of(form, dtype) // 4, 1) if in_parts else 1
 
 
 @gluon.jit
