@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from qgemm.kernels.stored_form import StoredForm
+from qgemm.kernels.stored_form import BLOCK_BYTES, StoredForm
 from qgemm.kernels.weight_only.config import (
-    BLOCK_BYTES,
     FEW_ROWS_OF_ZEROS,
     MAX_COUNTS,
     MAX_PARTS,
