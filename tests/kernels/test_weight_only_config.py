@@ -230,7 +230,7 @@ def test_what_takes_registers_has_narrower_tiles() -> None:
     for form in (INT4, replace(INT4, has_zeros=True), StoredForm("fp4", 32), StoredForm("int8", 32), zeros):
         tiles = [select_tiles(M, 8192, 8192, form, H200, exact=False) for M in (20, 64, 192, 512, 4096)]
         assert max(tile.columns for tile in tiles) == (192 if form == zeros else 256)
-        assert all(tile.in_turn for tile in tiles) == (form == zeros)
+        assert all(tile.in_turn == 1 for tile in tiles) == (form == zeros)
 
 
 def test_scaling_in_float32_makes_wider_tiles_better() -> None:

@@ -212,8 +212,8 @@ class Tiles(Shareable):
     """The number of slots for blocks of the weight."""
     sums: bool = False
     """Whether scales of groups with at least 128 values multiply the groups' sums instead of the unpacked values."""
-    in_turn: bool = False
-    """Whether panels are unpacked and multiplied in turn, not a block's panels together."""
+    in_turn: int = 0
+    """Of how many blocks panels are unpacked and multiplied in turn, without a pause; 0: a block's panels together."""
     panels: int = 2
     staging: int = 1
     """The slots in which a group of warps stages its outputs."""
@@ -242,18 +242,18 @@ TILES = {
         Tiles(64, 4, 4, sums=True, panels=4),
         Tiles(128, 5, 3),
         Tiles(128, 4, 3, staging=2),
-        Tiles(160, 8, 3, in_turn=True, panels=1, staging=2),
-        Tiles(192, 6, 3, in_turn=True, panels=1, staging=2),
-        Tiles(256, 5, 3, in_turn=True, panels=1),
+        Tiles(160, 8, 3, in_turn=4, panels=1, staging=2),
+        Tiles(192, 6, 3, in_turn=2, panels=1, staging=2),
+        Tiles(256, 5, 3, in_turn=2, panels=1),
     ),
     8: (
         Tiles(32, 8, 8, sums=True),
-        Tiles(64, 7, 5, sums=True, in_turn=True),
-        Tiles(128, 5, 3, in_turn=True),
-        Tiles(128, 4, 4, staging=2, in_turn=True),
-        Tiles(160, 8, 3, in_turn=True, panels=1, staging=2),
-        Tiles(192, 3, 4, in_turn=True),
-        Tiles(256, 5, 3, in_turn=True, panels=1),
+        Tiles(64, 7, 5, sums=True, in_turn=1),
+        Tiles(128, 5, 3, in_turn=1),
+        Tiles(128, 4, 4, staging=2, in_turn=1),
+        Tiles(160, 8, 3, in_turn=4, panels=1, staging=2),
+        Tiles(192, 3, 4, in_turn=4),
+        Tiles(256, 5, 3, in_turn=1, panels=1),
     ),
 }
 """By the weight's bits. Slots fill shared memory. With int4 and up to 64 rows of x, a slot has all panels of a block,
@@ -348,6 +348,7 @@ def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits,
 
     ``exact``: whether scales are values of the dtype of x. If not, values are scaled in float32.
     """
+    plain = not form.has_zeros and (form.group == 0 or (exact and not form.has_small_groups))
     candidates: list[Tiles] = []
     widest = min(max(32, next_power_of_2(M)), 192 if _takes_registers(form) else 256)
     for one in TILES[form.bits]:
@@ -356,7 +357,9 @@ def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits,
         if one.columns == 128 and one.staging != (2 if M <= 128 else 1):
             continue
         if _takes_registers(form):
-            one = replace(one, in_turn=True)
+            one = replace(one, in_turn=1)
+        elif not plain:
+            one = replace(one, in_turn=min(one.in_turn, 1))
         last = one.tiles(M, N) % limits.num_sms
         candidates += [one, *one.shared_by(last, limits.num_sms, cdiv(K, form.block))]
     return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, exact, limits))

@@ -6,7 +6,8 @@
 - Any other GPU, and what Hopper's kernels don't accept: plain Triton up to 64 rows; for more rows, the weight is
   dequantized for the call and PyTorch multiplies. Hopper's kernels don't accept float32, groups that aren't a multiple
   of 16, and K or strides that aren't a multiple of 16 bytes. Tiles don't accept small groups other than 16, 32 and 64,
-  their scales if a row of them isn't a multiple of 4 bytes, and more than 512 to 1,024 rows with small groups.
+  their scales if a row of them isn't a multiple of 4 bytes, and more than 768 or 2,048 rows where values are scaled in
+  float32.
 """
 
 from __future__ import annotations

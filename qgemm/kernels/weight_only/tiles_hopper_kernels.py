@@ -18,12 +18,11 @@ from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.items import Items
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 from qgemm.kernels.weight_only.partial_sums import add_parts, in_blocks
+from qgemm.kernels.weight_only.tiles_hopper_factors import PANEL, factors_of
 from qgemm.kernels.weight_only.tiles_hopper_products import (
-    PANEL,
     Rings,
     accumulator_layout,
     factors_layout,
-    factors_of,
     how_scaled,
     left_over,
     multiply,

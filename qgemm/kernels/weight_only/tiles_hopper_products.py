@@ -3,9 +3,9 @@
 ``wgmma`` reads its operand A, the weight, from registers. There are two orders:
 
 - block by block (``multiply``): all panels of a block are unpacked and their products started before one is waited for.
-  For int4 with up to 128 rows of x, for zero points, and for sums that are scaled by groups.
+  For 4 bits with up to 128 rows of x, and for sums that are scaled by groups.
 - panel by panel (``multiply_in_turn``): each panel is unpacked while the products of the one before run. For more rows
-  of x, whose sums leave fewer registers, and for 8-bit values.
+  of x, whose sums leave fewer registers, for 8-bit values, and where scales and zero points take many registers.
 
 Panels of 160 and 192 rows of x consist of two pieces, each with its own accumulator (``Tiles.widths``).
 
@@ -29,10 +29,17 @@ from qgemm.kernels.stages.unpack import (
     unpack_times_scale,
     widen_pairs,
 )
-from qgemm.kernels.weight_only.hopper_factors import columns, rows_layout
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
-
-PANEL = gl.constexpr(64)  # values of x along K
+from qgemm.kernels.weight_only.tiles_hopper_factors import (
+    PANEL,
+    first_group,
+    in_words,
+    load_factors,
+    load_next,
+    of_groups,
+    parts_of,
+    spread,
+)
 
 
 @constexpr_function
@@ -168,134 +175,6 @@ def _settle(PANELS: gl.constexpr, accs):
         return warpgroup_mma_wait(PANELS * 2, deps=accs)
 
 
-@constexpr_function
-def _in_words(form, dtype):
-    """Whether scales or zero points are loaded 32 bits at a time: for small groups, or for both halves of a block."""
-    return 0 < form.group < BLOCK.value or (form.paired and dtype.primitive_bitwidth == 16)
-
-
-@constexpr_function
-def words_of(form, dtype):
-    """How many words hold the scales or zero points of a block's small groups."""
-    return form.block // form.group * dtype.primitive_bitwidth // 32
-
-
-@constexpr_function
-def parts_of(form, tile, dtype):
-    """In how many parts, of at most 16 bytes, the scales or zero points of a block are loaded."""
-    in_parts = tile.in_turn and form.by_groups and form.bits == 4
-    return max(words_of(form, dtype) // 4, 1) if in_parts else 1
-
-
-@gluon.jit
-def factors_of(factors, col, N, stride, layout: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr):
-    """Pointers to the scales or zero points of the weight's 64 rows from ``col`` on, for ``_load_factors``.
-
-    To a row's first, or where those of a block's small groups are read together, to each word of the first part.
-    """
-    if FORM.by_groups:
-        DTYPE: gl.constexpr = factors.dtype.element_ty
-        OF_BLOCK: gl.constexpr = words_of(FORM, DTYPE)
-        WORDS: gl.constexpr = OF_BLOCK // parts_of(FORM, TILE, DTYPE)
-        together: gl.constexpr = rows_layout(64, WORDS, 4)
-        n = gl.minimum(col + gl.arange(0, 64, gl.SliceLayout(1, together)), N - 1)
-        words = factors.cast(gl.pointer_type(gl.int32), bitcast=True)
-        words += n.to(gl.int64)[:, None] * (stride // (FORM.block // FORM.group) * OF_BLOCK)
-        return words + gl.arange(0, WORDS, gl.SliceLayout(0, together))[None, :]
-    else:
-        n = gl.minimum(col + gl.arange(0, 64, layout), N - 1)
-        return factors + n.to(gl.int64) * stride
-
-
-@gluon.jit
-def _load_factors(
-    pointers, block, groups, layout: gl.constexpr, FORM: gl.constexpr, PART: gl.constexpr = 0, PARTS: gl.constexpr = 1
-):  # fmt: skip
-    """The scales or zero points of a block's groups, as a tensor per half or as words; 0 beyond the last group.
-
-    ``pointers``: from ``factors_of``. ``layout``: that of the words. ``PART``: of those of the block, with ``PARTS``.
-    """
-    HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
-    factors = ()
-    if pointers is not None:
-        if FORM.by_groups:
-            WORDS: gl.constexpr = pointers.shape[1]
-            together: gl.constexpr = pointers.type.layout
-            part = block * PARTS + PART
-            inside = gl.zeros([64, WORDS], gl.int32, together) + part * (FORM.block // FORM.group // PARTS) < groups
-            each = columns(gl.load(pointers + part * WORDS, mask=inside, other=0))
-            for i in gl.static_range(WORDS):
-                factors = factors + (gl.convert_layout(each[i], layout, assert_trivial=True),)
-        elif _in_words(FORM, pointers.dtype.element_ty):
-            BYTES: gl.constexpr = pointers.dtype.element_ty.primitive_bitwidth // 8
-            WORDS: gl.constexpr = BLOCK * HALVES // FORM.group * BYTES // 4
-            words = pointers.cast(gl.pointer_type(gl.int32), bitcast=True)
-            for i in gl.static_range(WORDS):
-                at = block * WORDS + i
-                factors = factors + (gl.load(words + at, mask=at < groups * BYTES // 4, other=0),)
-        else:
-            for half in gl.static_range(HALVES):
-                group = (block * HALVES + half) * BLOCK // FORM.group if FORM.group > 0 else 0
-                factors = factors + (gl.load(pointers + group, mask=group < groups, other=0),)
-    return factors
-
-
-@gluon.jit
-def _load_next(
-    pointers, block, INDEX: gl.constexpr, groups, layout: gl.constexpr, FORM: gl.constexpr, PARTS: gl.constexpr
-):  # fmt: skip
-    """As ``_load_factors``, of the part after that of the block's panel ``INDEX``."""
-    NEXT: gl.constexpr = INDEX * PANEL * PARTS // FORM.block + 1
-    PART: gl.constexpr = NEXT % PARTS
-    return _load_factors(pointers, block + NEXT // PARTS, groups, layout, FORM, PART, PARTS)
-
-
-@constexpr_function
-def _first_group(form, tile, dtype, index):
-    """The first group of a block's panel, among those of a part."""
-    return index % (form.block // PANEL.value // parts_of(form, tile, dtype)) * PANEL.value // form.group
-
-
-@gluon.jit
-def _of_groups(factors, INDEX: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr):
-    """A vector of ``DTYPE`` for each group of a block's panel, from the result of ``_load_factors``."""
-    own = ()
-    if _in_words(FORM, DTYPE):
-        COUNT: gl.constexpr = max(PANEL // FORM.group, 1)
-        FIRST: gl.constexpr = _first_group(FORM, TILE, DTYPE, INDEX)
-        BITS: gl.constexpr = DTYPE.primitive_bitwidth
-        for i in gl.static_range(COUNT):
-            word = factors[(FIRST + i) * BITS // 32]
-            if BITS == 32:
-                own = own + (word.to(DTYPE, bitcast=True),)
-            elif BITS == 16:
-                own = own + ((word >> (FIRST + i) * BITS % 32).to(gl.int16).to(DTYPE, bitcast=True),)
-            else:
-                own = own + ((word >> (FIRST + i) * BITS % 32).to(DTYPE),)
-    else:
-        own = own + (factors[INDEX // 2],)
-    return own
-
-
-@gluon.jit
-def _spread(own, w):
-    """The vectors of a panel's groups, ``own``, as a factor for each of the values ``w``."""
-    COUNT: gl.constexpr = len(own)
-    ROWS: gl.constexpr = w.shape[0]
-    if COUNT == 1:
-        rows = gl.convert_layout(own[0], gl.SliceLayout(1, w.type.layout), assert_trivial=True)
-        return gl.broadcast(rows[:, None], w)[0]
-    else:
-        if COUNT == 2:
-            groups = gl.join(own[0], own[1])
-        else:
-            groups = gl.join(gl.join(own[0], own[2]), gl.join(own[1], own[3])).reshape([ROWS, COUNT])
-        split = w.reshape([ROWS, COUNT, w.shape[1] // COUNT])
-        groups = gl.convert_layout(groups, gl.SliceLayout(2, split.type.layout))
-        factors = gl.broadcast(groups[:, :, None], split)[0].reshape(w.shape)
-        return gl.convert_layout(factors, w.type.layout)
-
-
 @gluon.jit
 def _values(
     packed, INDEX: gl.constexpr, factors, zeros, SCALE: gl.constexpr, ZERO: gl.constexpr, DTYPE: gl.constexpr,
@@ -312,27 +191,27 @@ def _values(
     w = gl.convert_layout(w, LAYOUT, assert_trivial=True)
     if FORM.has_zeros and not FORM.float_zeros:
         own = ()
-        of_groups = _of_groups(zeros, INDEX, ZERO, FORM, TILE)
-        for i in gl.static_range(len(of_groups)):
-            own = own + ((of_groups[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))).to(DTYPE),)
-        w = w - _spread(own, w)
+        each = of_groups(zeros, INDEX, ZERO, FORM, TILE)
+        for i in gl.static_range(len(each)):
+            own = own + ((each[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))).to(DTYPE),)
+        w = w - spread(own, w)
     if SCALED == "values":
         # Exponents and e4m3 are exact in bfloat16. Otherwise the product is computed in float32 and rounded once.
         EXACT: gl.constexpr = is_exact(SCALE, DTYPE) and (not FORM.float_zeros or ZERO == DTYPE)
         own = ()
-        of_groups = _of_groups(factors, INDEX, SCALE, FORM, TILE)
-        for i in gl.static_range(len(of_groups)):
-            own = own + ((scale_value(of_groups[i]).to(DTYPE) if EXACT else scale_value(of_groups[i])),)
+        each = of_groups(factors, INDEX, SCALE, FORM, TILE)
+        for i in gl.static_range(len(each)):
+            own = own + ((scale_value(each[i]).to(DTYPE) if EXACT else scale_value(each[i])),)
         scaled = w if EXACT else w.to(gl.float32)
         if FORM.float_zeros:
             added = ()
-            of_groups = _of_groups(zeros, INDEX, ZERO, FORM, TILE)
-            for i in gl.static_range(len(of_groups)):
-                zero = of_groups[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))
+            each = of_groups(zeros, INDEX, ZERO, FORM, TILE)
+            for i in gl.static_range(len(each)):
+                zero = each[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))
                 added = added + ((zero.to(DTYPE) if EXACT else zero),)
-            scaled = multiply_add(scaled, _spread(own, w), _spread(added, w))
+            scaled = multiply_add(scaled, spread(own, w), spread(added, w))
         else:
-            scaled = scaled * _spread(own, w)
+            scaled = scaled * spread(own, w)
         w = scaled.to(DTYPE)
     return w
 
@@ -346,8 +225,8 @@ def _scaled_codes(
     FORMAT: gl.constexpr = FORM.name
     HALF: gl.constexpr = INDEX // 2
     COUNT: gl.constexpr = max(PANEL // FORM.group, 1)
-    PER_WORD: gl.constexpr = 32 // SCALE.primitive_bitwidth if _in_words(FORM, SCALE) else 1
-    FIRST: gl.constexpr = HALF if PER_WORD == 1 else _first_group(FORM, TILE, SCALE, INDEX)
+    PER_WORD: gl.constexpr = 32 // SCALE.primitive_bitwidth if in_words(FORM, SCALE) else 1
+    FIRST: gl.constexpr = HALF if PER_WORD == 1 else first_group(FORM, TILE, SCALE, INDEX)
     own, added = (), ()
     for i in gl.static_range(COUNT):
         word = factors[(FIRST + i) // PER_WORD]
@@ -356,7 +235,7 @@ def _scaled_codes(
         factor, addend = factors_of_codes(word, (FIRST + i) % PER_WORD, SCALE, FORMAT, HALF)
         own, added = own + (factor,), added + (addend,)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    w = unpack_times_scale(packed, _spread(own, packed), _spread(added, packed), FORMAT, HALF)
+    w = unpack_times_scale(packed, spread(own, packed), spread(added, packed), FORMAT, HALF)
     return gl.convert_layout(w, LAYOUT, assert_trivial=True)
 
 
@@ -410,7 +289,7 @@ def _finish(
         if i % PANELS == PANELS - 1:
             rings.release_x(x_step + i // PANELS)
         if SUMS and i % 2 == 1:
-            factor = scale_value(_of_groups(scales, i, SCALE, FORM, TILE)[0])[:, None]
+            factor = scale_value(of_groups(scales, i, SCALE, FORM, TILE)[0])[:, None]
             accs = (gl.fma(sums[0], gl.broadcast(factor, sums[0])[0], accs[0]),)
     return accs if SUMS else sums
 
@@ -433,13 +312,13 @@ def multiply(
     layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, DTYPE)
     next_factors = ()
     for i in gl.static_range(AHEAD):
-        next_factors = next_factors + (_load_factors(scales, first + i, groups, layout, FORM),)
-    next_zeros = _load_factors(zero_points, first, groups, layout, FORM)
+        next_factors = next_factors + (load_factors(scales, first + i, groups, layout, FORM),)
+    next_zeros = load_factors(zero_points, first, groups, layout, FORM)
     for block in range(first, last):
         factors = next_factors[0]
-        next_factors = next_factors[1:] + (_load_factors(scales, block + AHEAD, groups, layout, FORM),)
+        next_factors = next_factors[1:] + (load_factors(scales, block + AHEAD, groups, layout, FORM),)
         zeros = next_zeros
-        next_zeros = _load_factors(zero_points, block + 1, groups, layout, FORM)
+        next_zeros = load_factors(zero_points, block + 1, groups, layout, FORM)
         rings.wait_for_weight(w_step)
         # Before the loads of the block's bytes: a wait behind them would wait for all of those, too.
         rings.wait_for_x(x_step)
@@ -459,11 +338,12 @@ def multiply(
 
 
 @gluon.jit
-def multiply_in_turn(
-    w_step, x_step, accs, scales, zero_points, rings, first, last, groups,
-    SCALE: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+def _blocks_in_turn(
+    w_step, x_step, accs, next_factors, next_zeros, scales, zero_points, rings, block, groups,
+    BLOCKS: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr,
+    WHO: gl.constexpr,
 ):  # fmt: skip
-    """As ``multiply``, panel by panel.
+    """``accs`` plus the products of ``BLOCKS`` blocks, and the first factors and zero points of the block after them.
 
     At most two panels' products are in flight: the registers of the panel before the last may be rewritten.
     """
@@ -475,14 +355,12 @@ def multiply_in_turn(
     layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, DTYPE)
     PARTS: gl.constexpr = parts_of(FORM, TILE, SCALE)
     ZERO_PARTS: gl.constexpr = 1 if ZERO is None else parts_of(FORM, TILE, ZERO)
-    next_factors = _load_factors(scales, first, groups, layout, FORM, 0, PARTS)
-    next_zeros = _load_factors(zero_points, first, groups, layout, FORM, 0, ZERO_PARTS)
-    for block in range(first, last):
-        rings.wait_for_weight(w_step)
+    for b in gl.static_range(BLOCKS):
+        rings.wait_for_weight(w_step + b)
         packed = ()
         for i in gl.static_range(COUNT):
             if i < 2:
-                packed = packed + (rings.packed(w_step, i, WHO, mma),)
+                packed = packed + (rings.packed(w_step + b, i, WHO, mma),)
             if i % (COUNT // PARTS) == 0:
                 factors = next_factors
             if i % (COUNT // ZERO_PARTS) == 0:
@@ -493,22 +371,52 @@ def multiply_in_turn(
                 w = _values(packed[i % 2], i, factors, zeros, SCALE, ZERO, DTYPE, mma, FORM, TILE, SCALED)
             # The next ones, halfway through these.
             if i % (COUNT // PARTS) == COUNT // PARTS // 2:
-                next_factors = _load_next(scales, block, i, groups, layout, FORM, PARTS)
+                next_factors = load_next(scales, block + b, i, groups, layout, FORM, PARTS)
             if i % (COUNT // ZERO_PARTS) == COUNT // ZERO_PARTS // 2:
-                next_zeros = _load_next(zero_points, block, i, groups, layout, FORM, ZERO_PARTS)
-            step = x_step + i // PANELS
+                next_zeros = load_next(zero_points, block + b, i, groups, layout, FORM, ZERO_PARTS)
+            step = x_step + (b * COUNT + i) // PANELS
             if i % PANELS == 0:
                 rings.wait_for_x(step)
             accs = _multiply(w, rings.panel_of_x(step, i % PANELS, TILE), accs)
             if i == 1:
                 # By now both of the block's halves are in registers, or the products have waited for them.
-                rings.release_weight(w_step)
-            if i > 0:
+                rings.release_weight(w_step + b)
+            if b + i > 0:
                 accs = _settle(1, accs)
                 if i % PANELS == 0:
                     rings.release_x(step - 1)
-        accs = _settle(0, accs)
-        w_step += 1
-        x_step += COUNT // PANELS
-        rings.release_x(x_step - 1)
+    accs = _settle(0, accs)
+    rings.release_x(x_step + BLOCKS * COUNT // PANELS - 1)
+    return accs, next_factors, next_zeros
+
+
+@gluon.jit
+def multiply_in_turn(
+    w_step, x_step, accs, scales, zero_points, rings, first, last, groups,
+    SCALE: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """As ``multiply``, panel by panel: of ``TILE.in_turn`` blocks without a pause, as long as there are as many."""
+    BLOCKS: gl.constexpr = TILE.in_turn
+    SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // TILE.panels
+    layout: gl.constexpr = factors_layout(FORM, TILE, SCALE, rings.x.dtype)
+    PARTS: gl.constexpr = parts_of(FORM, TILE, SCALE)
+    ZERO_PARTS: gl.constexpr = 1 if ZERO is None else parts_of(FORM, TILE, ZERO)
+    factors = load_factors(scales, first, groups, layout, FORM, 0, PARTS)
+    zeros = load_factors(zero_points, first, groups, layout, FORM, 0, ZERO_PARTS)
+    whole = first + (last - first) // BLOCKS * BLOCKS
+    for block in range(first, whole, BLOCKS):
+        accs, factors, zeros = _blocks_in_turn(
+            w_step, x_step, accs, factors, zeros, scales, zero_points, rings, block, groups,
+            BLOCKS, SCALE, ZERO, FORM, TILE, WHO,
+        )  # fmt: skip
+        w_step += BLOCKS
+        x_step += BLOCKS * SLOTS
+    if BLOCKS > 1:
+        for block in range(whole, last):
+            accs, factors, zeros = _blocks_in_turn(
+                w_step, x_step, accs, factors, zeros, scales, zero_points, rings, block, groups,
+                1, SCALE, ZERO, FORM, TILE, WHO,
+            )  # fmt: skip
+            w_step += 1
+            x_step += SLOTS
     return w_step, x_step, accs
