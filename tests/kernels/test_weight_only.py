@@ -110,7 +110,11 @@ def test_kernels_for_every_gpu(rows: int, kind: str, dtype: torch.dtype, device:
     assert out.dtype == dtype
     exact = x.double() @ weight.t() + bias.double()
     size = x.double().abs() @ weight.abs().t() + bias.double().abs() + residual.double().abs()
-    assert ((out.double() - exact - residual.double()).abs() <= 2 * torch.finfo(dtype).eps * size).all()
+    allowed = 2 * torch.finfo(dtype).eps * size
+    if rows > float_launcher.MAX_PLAIN_ROWS and dtype == torch.float32 and not x.is_cuda:
+        # The product is PyTorch's: with MKL and AVX-512, sums of 300 values differ by up to 2.2 eps.
+        allowed += (torch.nn.functional.linear(x, weight.float()).double() - x.double() @ weight.t()).abs()
+    assert ((out.double() - exact - residual.double()).abs() <= allowed).all()
 
 
 @KIND
