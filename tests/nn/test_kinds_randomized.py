@@ -118,7 +118,8 @@ def _of_weights(layer: LinearLayer, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = x.double()
     reference, exact = weight_only_linear_reference(x, whole), rows @ whole.dequantize(torch.float64).t() + added
     if x.dtype == torch.float32 and not has_int8 and exact.numel():
-        # With operands exchanged PyTorch's library adds in another order: with AVX-512, errors are up to 8 times as large.
+        # With operands exchanged PyTorch's library adds in another order: with AVX-512, errors are up to 8 times as
+        # large.
         exchanged = (whole.dequantize(torch.float32) @ x.reshape(-1, x.shape[-1]).t()).t() + added
         exchanged = exchanged.float().view(exact.shape)
         reference = max(reference, exchanged, key=lambda each: float((each - exact).abs().max()))
