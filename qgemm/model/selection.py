@@ -165,9 +165,9 @@ def _matches(pattern: Pattern, name: str) -> bool:
     if isinstance(pattern, re.Pattern):
         return pattern.search(name) is not None
     containers = _with_containers(name)
-    if any(character in pattern for character in "*?["):
-        return any(fnmatchcase(container, pattern) for container in containers)
-    return pattern in containers
+    if pattern in containers:
+        return True
+    return any(character in pattern for character in "*?[") and any(fnmatchcase(each, pattern) for each in containers)
 
 
 def _with_containers(name: str) -> list[str]:

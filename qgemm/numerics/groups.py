@@ -135,14 +135,15 @@ def _nearest_steps(scale: Tensor) -> Tensor:
     scale = scale.where(scale.isfinite(), 0)
     # An octave from the smallest step that reaches the largest scale: 8 to 15 of a power of two, then even numbers.
     mantissa, exponent = torch.frexp((_largest(scale) / MAX_STEPS).clamp(min=MIN_SCALE))
+    scale = torch.ldexp(scale, -exponent)  # now at most 16: errors can be squared
     least = (mantissa * 16).ceil()
     best, least_error = torch.ones_like(mantissa), torch.full_like(mantissa, torch.inf)
     for more in range(8):
         digits = least + more
-        step = torch.ldexp(digits.where(digits < 16, 2 * (digits - 8)), exponent - 4)
+        step = digits.where(digits < 16, 2 * (digits - 8)) / 16
         error = (_in_steps(scale, step) - scale).square_().sum(1, keepdim=True)
         best, least_error = torch.where(error < least_error, step, best), torch.minimum(error, least_error)
-    return best
+    return torch.ldexp(best, exponent)
 
 
 def plain_scales(

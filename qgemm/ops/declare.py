@@ -24,6 +24,9 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
     torch._C.DispatchKey.AutocastCUDA
 )
 
+# For tensors that the checks in an implementation refuse; PyTorch's own error lists all of its backends.
+_REFUSED = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA")
+
 
 def operator(
     schema: str,
@@ -50,8 +53,8 @@ def operator(
     """
     name = schema.split("(")[0]
     _library.define(schema)
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, compute, device)
+    for key in ("CPU", "CUDA", *_REFUSED):
+        _library.impl(name, compute, key)
     torch.library.register_fake(f"qgemm::{name}", fake, lib=_library)
     declared = getattr(torch.ops.qgemm, name)
     if backward is not None:

@@ -164,6 +164,13 @@ def test_layers_that_no_pattern_matches_stay() -> None:
     assert set(_reasons(model).values()) == {"no pattern of scheme matches it"}
 
 
+@pytest.mark.parametrize("name", ["[x]", "a[0]"])
+def test_a_name_that_looks_like_a_pattern(name: str) -> None:
+    model = nn.ModuleDict({name: nn.Linear(32, 32), "other": nn.Linear(32, 32)})
+    quantize_model(model, skip=name)
+    assert _actions(model) == {name: "float", "other": "int8"}
+
+
 def test_skip_and_include_beside_schemes_by_pattern() -> None:
     model = quantize_model(Net(), {"*.up": "int4", "*": "int8"}, skip=["layers.0.up", "out"])
     assert _reasons(model) == {"layers.0.up": "skip='layers.0.up'", "out": "skip='out'"}

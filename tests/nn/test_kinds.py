@@ -225,10 +225,13 @@ def test_wrong_inputs_are_named(scheme: str) -> None:
         layer(torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8-hadamard", "int8-outliers-16", "fp8-block", "int4", "int4-int8"])
+@SCHEME
 def test_a_sparse_input_says_what_to_do(scheme: str) -> None:
-    with pytest.raises(ValueError, match=r"x is torch.sparse_coo; it must be a dense tensor: pass x.to_dense\(\)"):
-        make(scheme)(torch.ones(2, K).to_sparse())
+    layer = make(scheme)
+    for requires_grad in (False, True):  # the second through PyTorch's dispatcher
+        x = torch.ones(2, K).to_sparse().requires_grad_(requires_grad)
+        with pytest.raises(ValueError, match=r"x is torch.sparse_coo; it must be a dense tensor: pass x.to_dense\(\)"):
+            layer(x)
 
 
 @SCHEME

@@ -276,6 +276,12 @@ def test_no_other_step_is_nearer(device: torch.device) -> None:
     torch.testing.assert_close((rounded - scale).square().sum(1), errors.amin(1))
 
 
+@pytest.mark.parametrize("power", [-110, -80, 80, 120])  # squares of such scales are 0 or infinite in float32
+def test_steps_don_t_depend_on_the_size_of_scales(power: int, device: torch.device) -> None:
+    scale = torch.rand(60, 8, device=device) + torch.linspace(0, 1, 60, device=device)[:, None]
+    assert round_scale(scale * 2.0**power, "steps").equal(round_scale(scale, "steps") * 2.0**power)
+
+
 def test_scales_that_are_no_multiples_of_a_step(device: torch.device) -> None:
     scale = torch.rand(4, 9, device=device).bfloat16()
     assert steps_of(scale) is None
