@@ -208,6 +208,12 @@ def test_a_given_model(tmp_path: Path) -> None:
         qgemm.load_quantized(path, model=lambda: float_model("qwen2"))
 
 
+def _with(blocks: Array, start: int, octets: bytes) -> Array:
+    """``blocks`` with these ``octets`` in the last row."""
+    blocks[-1, start : start + len(octets)] = np.frombuffer(octets, dtype=np.uint8)
+    return blocks
+
+
 REFUSED: dict[str, tuple[Tensors, str]] = {
     "a type": (
         {"blk.0.ffn_up.weight": ("IQ2_XXS", np.zeros((128, 66), dtype=np.uint8))},
@@ -220,6 +226,18 @@ REFUSED: dict[str, tuple[Tensors, str]] = {
     "a factor that is NaN": (
         {"blk.0.ffn_up.weight": ("Q8_0", np.full((128, 68), 255, dtype=np.uint8))},
         "blk.0.ffn_up.weight holds NaN or Inf",
+    ),
+    "such a factor of an embedding": (
+        {"token_embd.weight": ("Q8_0", np.full((97, 68), 255, dtype=np.uint8))},
+        r"a\.gguf: token_embd.weight: it holds NaN or Inf; the file is damaged: get it again",
+    ),
+    "such a zero point": (
+        {"token_embd.weight": ("Q4_1", _with(random_blocks("Q4_1", 97, 64), 2, b"\x00\x7c"))},
+        r"a\.gguf: token_embd.weight: it holds NaN or Inf",
+    ),
+    "an exponent that is NaN": (
+        {"token_embd.weight": ("MXFP4", np.full((97, 34), 255, dtype=np.uint8))},
+        r"a\.gguf: token_embd.weight: it holds NaN or Inf",
     ),
     "another tensor": (
         {"blk.0.attn_q.bias": np.ones(64, dtype="f4")},
