@@ -97,9 +97,10 @@ def read_gguf(path: Path) -> GgufModel:
         count = int(part[3])
         names = [f"{part[1]}-{each:05}-of-{count:05}{GGUF_SUFFIX}" for each in range(1, count + 1)]
         paths = [checkpoint_file(path.parent, name) for name in names]
-    found = GgufModel(paths[0], {}, {}, {}, [])
+    found, total = GgufModel(paths[0], {}, {}, {}, []), 0
     for each in paths:
         with GgufFile(each) as file:
+            total += file.count
             if not found.settings:
                 found.settings.update(file.settings)
                 found.stored_settings.extend(file.stored_settings)
@@ -115,6 +116,10 @@ def read_gguf(path: Path) -> GgufModel:
     if said not in (0, len(paths)):
         raise CheckpointError(
             f"{path} is one of {said} parts, whose names end in -00001-of-{said:05}{GGUF_SUFFIX}, ..."
+        )
+    if (wanted := found.settings.get("split.tensors.count", total)) != total:
+        raise CheckpointError(
+            f"{path}: its model has {wanted} tensors, and its parts have {total}: get all parts again, from one place"
         )
     return found
 

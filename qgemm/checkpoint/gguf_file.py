@@ -40,10 +40,12 @@ _LONG_LIST = 1 << 14
 class GgufFile(TensorFile):
     """An open GGUF file. ``settings``: its numbers and texts by name. ``types``: the block type of each tensor.
 
-    ``stored_settings``: each setting as it is in the file, but for long lists, which are empty.
+    ``stored_settings``: each setting as it is in the file, but for long lists, which are empty. ``count``: the number of
+    tensors, with all experts of a layer as one.
     """
 
     kind = "GGUF"
+    count: int
     settings: dict[str, Any]
     types: dict[str, BlockType]
     stored_settings: list[bytes]
@@ -72,6 +74,7 @@ class GgufFile(TensorFile):
             )
         if tensors > _MOST_STORED:
             raise ValueError(f"it has {tensors} tensors, more than {_MOST_STORED}")
+        self.count = tensors
         entries = [self._entry() for _ in range(tensors)]
         alignment = self.settings.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment % 8:

@@ -91,12 +91,13 @@ def _experts(kind: str) -> Array:
     return random_blocks(kind, 4, 64, 32)
 
 
-def write_parts(folder: Path, tensors: Tensors) -> list[Path]:
-    """Two parts, named as llama.cpp names them; settings are in the first one."""
+def write_parts(folder: Path, tensors: Tensors, count: int | None = None) -> list[Path]:
+    """Two parts, named as llama.cpp names them; settings are in the first one. ``count``: what each says of tensors."""
     paths = [folder / f"a-0000{number}-of-00002.gguf" for number in (1, 2)]
     names = list(tensors)
     for number, (path, part) in enumerate(zip(paths, (names[:9], names[9:]), strict=True)):
         settings = {**(settings_of("llama") if number == 0 else {}), "split.no": number, "split.count": 2}
+        settings["split.tensors.count"] = len(tensors) if count is None else count
         write_file(path, "llama", settings, {name: tensors[name] for name in part})
     return paths
 
@@ -121,6 +122,14 @@ def test_parts(tmp_path: Path) -> None:
         qgemm.load_quantized(tmp_path)
     paths[1].unlink()
     with pytest.raises(CheckpointError, match=r"has no file a-00002-of-00002\.gguf: the checkpoint is incomplete"):
+        qgemm.load_quantized(tmp_path)
+
+
+def test_parts_of_another_number_of_tensors(tmp_path: Path) -> None:
+    """As of two models, the second of which has tensors that the first one lacks, and transformers doesn't need."""
+    tensors = tensors_of_llama()
+    write_parts(tmp_path, tensors, len(tensors) + 1)
+    with pytest.raises(CheckpointError, match=r"its model has 22 tensors, and its parts have 21: get all parts again"):
         qgemm.load_quantized(tmp_path)
 
 
