@@ -52,7 +52,9 @@ class GgufModel:
     def config(self, dtype: str) -> dict[str, Any]:
         """The config of the transformers model whose float part is of ``dtype``; raises as ``model_config`` does."""
         names = [name for name in self.stored if EXPERT.fullmatch(name) is None]
-        config = model_config(self.path, self.settings, header_of(self.stored_settings, names), dtype)
+        # Of these it takes names for values.
+        stored = [each for each in self.stored_settings if b".rope.scaling." not in each]
+        config = model_config(self.path, self.settings, header_of(stored, names), dtype)
         if _EMBEDDING in self.stored:
             config["vocab_size"] = self.shape(_EMBEDDING)[0]
         names = [name for name in (ROTARY_FACTORS, *LONG_FACTORS) if name in self.stored]
