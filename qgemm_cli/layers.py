@@ -124,6 +124,8 @@ def _layers_of_gguf(checkpoint: Checkpoint, source: GgufModel) -> list[StoredLay
         targets = [] if checkpoint.contents is None else checkpoint.contents.conversion_of(name).targets
         target = next(filter(None, targets), None)
         own = name if target is None else target.name
+        if target is not None and target.whole:
+            own = own.removesuffix("_bias")
         parts.setdefault(own, []).append(name)
         if target is not None and len(target.whole) == 3:
             experts[own] = target.whole[0]
@@ -134,9 +136,10 @@ def _layers_of_gguf(checkpoint: Checkpoint, source: GgufModel) -> list[StoredLay
             module, leaf = split_name(own)
             modules.setdefault(module, {}).update({leaf: names[0]} | {name: name for name in names[1:]})
             continue
-        total, K = sum(math.prod(source.shape(name)) for name in names), source.shape(names[0])[-1]
+        weights = [name for name in names if name.endswith(".weight")]
+        total, K = sum(math.prod(source.shape(name)) for name in weights), source.shape(weights[0])[-1]
         whole = experts[own], total // max(experts[own] * K, 1), K
-        storage = ", ".join(dict.fromkeys(checkpoint.storage_of(name) for name in names))
+        storage = ", ".join(dict.fromkeys(checkpoint.storage_of(name) for name in weights))
         found.append(StoredLayer(own, "experts", storage, whole, {name: source.stored[name] for name in names}))
     for module, own_names in modules.items():
         name = max(own_names.values(), key=lambda name: math.prod(source.shape(name)))

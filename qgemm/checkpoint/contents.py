@@ -206,7 +206,8 @@ class Contents:
         """
         tensor = self.headers.pop(part, None)
         if tensor is None:
-            raise CheckpointError(f"no file holds {part}, from which {name} is made")
+            folder = next(iter(self.stored.values())).path.parent
+            raise CheckpointError(f"{folder} lacks {part}, from which {name} is made: get all files again")
         if tensor.shape != shape:
             raise CheckpointError(f"{tensor.path}: {part} has shape {list(tensor.shape)}; the model's is {list(shape)}")
         known = self.headers.setdefault(name, StoredTensor(tensor.path, whole, tensor.dtype))

@@ -52,7 +52,9 @@ class GgufModel:
     def config(self, dtype: str) -> dict[str, Any]:
         """The config of the transformers model whose float part is of ``dtype``; raises as ``model_config`` does."""
         names = [name for name in self.stored if EXPERT.fullmatch(name) is None]
-        config = model_config(self.path, self.settings, header_of(self.stored_settings, names), dtype)
+        # Of these it takes names for values.
+        stored = [each for each in self.stored_settings if b".rope.scaling." not in each]
+        config = model_config(self.path, self.settings, header_of(stored, names), dtype)
         if _EMBEDDING in self.stored:
             config["vocab_size"] = self.shape(_EMBEDDING)[0]
         names = [name for name in (ROTARY_FACTORS, *LONG_FACTORS) if name in self.stored]
@@ -97,9 +99,10 @@ def read_gguf(path: Path) -> GgufModel:
         count = int(part[3])
         names = [f"{part[1]}-{each:05}-of-{count:05}{GGUF_SUFFIX}" for each in range(1, count + 1)]
         paths = [checkpoint_file(path.parent, name) for name in names]
-    found = GgufModel(paths[0], {}, {}, {}, [])
+    found, total = GgufModel(paths[0], {}, {}, {}, []), 0
     for each in paths:
         with GgufFile(each) as file:
+            total += file.count
             if not found.settings:
                 found.settings.update(file.settings)
                 found.stored_settings.extend(file.stored_settings)
@@ -115,6 +118,10 @@ def read_gguf(path: Path) -> GgufModel:
     if said not in (0, len(paths)):
         raise CheckpointError(
             f"{path} is one of {said} parts, whose names end in -00001-of-{said:05}{GGUF_SUFFIX}, ..."
+        )
+    if (wanted := found.settings.get("split.tensors.count", total)) != total:
+        raise CheckpointError(
+            f"{path}: its model has {wanted} tensors, and its parts have {total}: get all parts again, from one place"
         )
     return found
 

@@ -26,6 +26,7 @@ LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _LLAMA3_FACTORS = (8.0, 32.0)
 _SCALINGS = ("linear", "yarn")
+_MIXTRAL = "mixtral"  # whose files say llama
 # By architecture: settings that transformers doesn't read, and what its configs call them.
 _UNREAD: dict[str, dict[str, str]] = {
     "falcon": {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
@@ -35,8 +36,14 @@ _UNREAD: dict[str, dict[str, str]] = {
         "final_logit_softcapping": "final_logit_softcapping",
     },
     "gemma3": {"attention.key_length": "query_pre_attn_scalar"},
+    "gpt-oss": {
+        "attention.key_length": "head_dim",
+        "attention.sliding_window": "sliding_window",
+        "expert_feed_forward_length": "intermediate_size",
+    },
     "gpt2": {"context_length": "n_positions", "feed_forward_length": "n_inner"},
     "lfm2": {"attention.layer_norm_rms_epsilon": "norm_eps"},
+    _MIXTRAL: {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "nemotron": {"attention.layer_norm_epsilon": "norm_eps"},
     "phi3": {"attention.sliding_window": "sliding_window"},
     "qwen3": {"attention.key_length": "head_dim"},
@@ -68,8 +75,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "ssm.dt_b_c_rms": (False,),
 }
 # Architectures that transformers has in its tables, although it doesn't read files as llama.cpp writes them.
-_MISREAD = ("deci", "gemma4", "gpt-oss")
-_OF_MIXTURES = ("minimax-m2", "qwen2moe", "qwen3moe")
+_MISREAD = ("deci", "gemma4")
+_OF_MIXTURES = ("gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe")
+# What GPT-OSS says about long contexts, and its files don't.
+_GPT_OSS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
 
 def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str) -> dict[str, Any]:
@@ -102,8 +111,9 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
         raise unsupported(
             f"{path}: transformers can't read the settings of its model: {str(error).rstrip('.')}"
         ) from error
-    if architecture == "llama":
-        config["model_type"] = "llama"  # where transformers says mistral, it has no names
+    is_mixtral = architecture == "llama" and bool(settings.get("llama.expert_count", 0))
+    if architecture == "llama":  # where transformers says mistral, it has no names
+        config["model_type"] = _MIXTRAL if is_mixtral else "llama"
     if "architectures" not in config:
         classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | (
             modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -112,7 +122,7 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
         config["architectures"] = [] if found is None else [found]
     own = {name.removeprefix(f"{architecture}."): value for name, value in settings.items()}
     _check_is_computed(path, own, architecture)
-    for setting, name in _UNREAD.get(architecture, {}).items():
+    for setting, name in _UNREAD.get(_MIXTRAL if is_mixtral else architecture, {}).items():
         if own.get(setting) is not None:
             config[name] = own[setting]
     _add_of_heads(config, own, architecture)
@@ -120,6 +130,8 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
         config["feed_forward_proj"] = "gated-gelu"
     config["dtype"] = dtype
     scaling = _scaling(path, own)
+    if architecture == "gpt-oss":  # without any, its config would have the one that was published
+        scaling = {"rope_type": "default"} if scaling is None else scaling | _GPT_OSS
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config

@@ -6,7 +6,7 @@ where its bytes are after the header. The library isn't used for reading values,
 safetensors.
 
 Tensors of a quantized type are uint8 ``[..., bytes of a row]`` here. The weights of experts, which are one tensor
-``blk.0.ffn_up_exps.weight`` in the file, are listed one by one, as ``blk.0.ffn_up_exps.3.weight``.
+``blk.0.ffn_up_exps.weight`` in the file, are listed one by one, as ``blk.0.ffn_up_exps.3.weight``; so are biases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qgemm.checkpoint.tensor_file import Place, TensorFile
 GGUF_SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_EXPERTS = re.compile(r"(.*_exps)\.(weight)")
+_EXPERTS = re.compile(r"(.*_exps)\.(weight|bias)")
 # The number formats of settings by their numbers, in the words of ``struct``.
 _NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?")))
 _NUMBERS.update({10: "Q", 11: "q", 12: "d"})
@@ -40,10 +40,12 @@ _LONG_LIST = 1 << 14
 class GgufFile(TensorFile):
     """An open GGUF file. ``settings``: its numbers and texts by name. ``types``: the block type of each tensor.
 
-    ``stored_settings``: each setting as it is in the file, but for long lists, which are empty.
+    ``stored_settings``: each setting as it is in the file, but for long lists, which are empty. ``count``: the number
+    of tensors, with all experts of a layer as one.
     """
 
     kind = "GGUF"
+    count: int
     settings: dict[str, Any]
     types: dict[str, BlockType]
     stored_settings: list[bytes]
@@ -72,6 +74,7 @@ class GgufFile(TensorFile):
             )
         if tensors > _MOST_STORED:
             raise ValueError(f"it has {tensors} tensors, more than {_MOST_STORED}")
+        self.count = tensors
         entries = [self._entry() for _ in range(tensors)]
         alignment = self.settings.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment % 8:
@@ -108,7 +111,9 @@ class GgufFile(TensorFile):
 
     def _place(self, name: str, shape: tuple[int, ...], kind: BlockType, start: int) -> None:
         stored = kind.stored_shape(shape)
-        experts = _EXPERTS.fullmatch(name) if len(shape) == 3 else None
+        experts = _EXPERTS.fullmatch(name)
+        if experts and len(shape) != (3 if experts[2] == "weight" else 2):
+            experts = None
         count = shape[0] if experts else 1
         if count > _MOST_EXPERTS:
             raise ValueError(f"tensor {name} has the shape {list(shape)}")

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.tensors import split_name
 
-EXPERT = re.compile(r"(.*\.ffn_(gate|up|down)_exps)\.(\d+)\.weight")
-"""The weight of a single expert, as ``GgufFile`` lists it."""
+EXPERT = re.compile(r"(.*)\.ffn_(gate|up|down)(?:_exps)?\.(\d+)\.(weight|bias)")
+"""A tensor of a single expert, as ``GgufFile`` lists it, or as old files of Mixtral hold it."""
 
 RowOrder = slice | Tensor
 """What indexes the rows of a matrix."""
 
 _UNCHANGED = slice(None)
+_GATES_AND_UPS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
 
 
 class ModelNames:
@@ -42,16 +43,27 @@ class ModelNames:
         self._path = path
         self._orders: dict[tuple[str, int, int], RowOrder | None] = {}
         try:
-            self.by_name: dict[str, str] = get_gguf_hf_weights_map(_outermost(model), self._processor)
+            # Mixtral's files say llama, and have its names.
+            kind = architecture if architecture == "llama" else None
+            self.by_name: dict[str, str] = get_gguf_hf_weights_map(_outermost(model), self._processor, kind)
         except Exception as error:  # for models that gguf, the package, doesn't know
             raise unsupported(f"{path}: transformers has no names for {architecture}: {error}") from error
+        for name in model.state_dict():
+            if match := _GATES_AND_UPS.fullmatch(name):
+                for part in ("gate", "up"):
+                    self.by_name.setdefault(f"blk.{match[1]}.ffn_{part}_exps", name)
 
     def find(self, name: str) -> str | None:
         """The name in the model; None if it has no such tensor. Experts have layers of their own, by number."""
         if (expert := EXPERT.fullmatch(name)) is None:
-            return self.by_name.get(name)
-        fused = self.by_name.get(expert[1], self.by_name.get(f"{expert[1]}.weight"))
-        return None if fused is None else f"{split_name(fused)[0]}.{expert[3]}.{expert[2]}_proj.weight"
+            return self._known(name)
+        block, kind, number, leaf = expert.groups()
+        fused = self._known(f"{block}.ffn_{kind}_exps.weight")
+        return None if fused is None else f"{split_name(fused)[0]}.{number}.{kind}_proj.{leaf}"
+
+    def _known(self, name: str) -> str | None:
+        # What isn't called weight in the model is in files.
+        return self.by_name.get(name, self.by_name.get(name.removesuffix(".weight")))
 
     def row_order(self, name: str, N: int, K: int) -> RowOrder | None:
         """The rows of the weight ``name``, ``[N, K]`` in the file, in the model's order; None if more is changed.

@@ -119,10 +119,16 @@ class BlockType:
         return Parts(weight, scale.reshape(n, -1), None if zeros is None else zeros.reshape(n, -1))
 
     def dequantize(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The floats ``[..., K]`` that ``rows``, uint8 ``[..., bytes]``, stand for: in float32, then in ``dtype``."""
+        """The floats ``[..., K]`` that ``rows``, uint8 ``[..., bytes]``, stand for: in float32, then in ``dtype``.
+
+        Raises ``ValueError`` for scales that are NaN or Inf.
+        """
         weight, K = self.scheme.weight, rows.shape[-1] // self.nbytes * self.values
         assert weight.group_size is not None
         values, scale, zeros = self.parts(rows.reshape(-1, rows.shape[-1]))
+        is_finite = scale != 255 if scale.dtype == torch.uint8 else scale.isfinite()
+        if not bool(is_finite.all()) or (zeros is not None and not bool(zeros.isfinite().all())):
+            raise ValueError("it holds NaN or Inf; the file is damaged: get it again")
         floats = dequantize(values, scale, zeros, None, weight.format, weight.group_size, K, dtype)
         return floats.reshape(*rows.shape[:-1], K)
 

@@ -25,7 +25,7 @@ from qgemm.checkpoint.layout import SETTINGS_KEYS, WEIGHTS_KEY, read_json, weigh
 from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.nn import QuantLayer
+from qgemm.nn.quant_layer import float_dtype
 
 # Hooks on all modules and the default dtype are global to the process: one thread could reset what another one uses.
 _building = threading.RLock()
@@ -48,19 +48,6 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model_dtype(model)).removeprefix("torch.")
     return config
-
-
-def float_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype of the first parameter that is float in the float model too; None if there is none.
-
-    Quantized values may be float8, and what a layer adds is float32 in a model of any dtype.
-    """
-    for module in model.modules():
-        of_layer = module.fixed_names if isinstance(module, QuantLayer) else ()
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dtype in FLOAT_DTYPES and name not in of_layer:
-                return parameter.dtype
-    return None
 
 
 def model_dtype(model: Any) -> torch.dtype:

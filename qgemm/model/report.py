@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from qgemm.arguments import check_model, shortened
 from qgemm.model.plan import SwapPlan
 from qgemm.model.selection import listed
 from qgemm.model.survey import Layer
-from qgemm.nn import LinearLayer, QuantLayer
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
+from qgemm.nn.quant_layer import float_dtype
 from qgemm.tables import html_table, size, text_table
 from qgemm.warn import warn_user
 
@@ -171,8 +173,9 @@ _MAX_ERROR = 1e300
 def report(model: nn.Module) -> QuantReport:
     """Reports what ``quantize_model`` did to ``model``, layer by layer.
 
-    For a model that was assembled by hand, it lists the quantized layers, without errors; their size before is computed
-    for float32, or for the bias's dtype. Raises ``ValueError`` if there are none.
+    For a model that was assembled by hand, or that another program quantized, it lists the quantized layers, without
+    errors. Their size before is computed for the dtype of the bias, or else of the model's first parameter that isn't
+    quantized. Raises ``ValueError`` if there are none.
     """
     check_model(model)
     stored = getattr(model, "_qgemm_report", None)
@@ -183,7 +186,8 @@ def report(model: nn.Module) -> QuantReport:
         raise ValueError(
             f"{type(model).__name__} holds no quantized layer: call quantize_model or load_quantized first"
         )
-    return QuantReport(tuple(_derive_record(name, layer) for name, layer in layers.items()))
+    dtype = float_dtype(model) or torch.float32
+    return QuantReport(tuple(_derive_record(name, layer, dtype) for name, layer in layers.items()))
 
 
 def give_report(
@@ -241,15 +245,17 @@ def parameter_bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters(recurse=False))
 
 
-def _derive_record(name: str, layer: QuantLayer) -> LayerRecord:
-    own = dict(layer.named_parameters(recurse=False))
-    biases = [parameter for key, parameter in own.items() if key not in layer.fixed_names]
-    count = sum(parameter.numel() for parameter in biases)
+def _derive_record(name: str, layer: QuantLayer, dtype: torch.dtype) -> LayerRecord:
+    """``dtype``: that of a float layer whose bias doesn't tell it."""
+    kind, count = "Linear", 0
     if isinstance(layer, LinearLayer):
-        kind, count = "Linear", layer.in_features * layer.out_features + layer.has_bias * layer.out_features
-    else:
-        kind, count = "Experts", count + sum(own[key].numel() for key in layer.weight_names)
-    before = count * (biases[0].element_size() if biases else 4)
+        count = layer.in_features * layer.out_features + layer.has_bias * layer.out_features
+    elif isinstance(layer, QuantExperts):
+        kind = "Experts"
+        for weight in layer.weight_names:
+            one = layer.linear_of(weight)
+            count += layer.num_experts * (one.in_features + layer.has_bias) * one.out_features
+    before = count * (float_dtype(layer) or dtype).itemsize
     return LayerRecord(name, kind, layer.scheme.name, "", before, parameter_bytes(layer), None)
 
 

@@ -223,6 +223,19 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
     return whole
 
 
+def float_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of the first parameter that is float in the float model too; None if there is none.
+
+    Quantized values may be float8, and what a layer adds is float32 in a model of any dtype.
+    """
+    for module in model.modules():
+        of_layer = module.fixed_names if isinstance(module, QuantLayer) else ()
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype in (*FLOAT_DTYPES, torch.float64) and name not in of_layer:
+                return parameter.dtype
+    return None
+
+
 def narrowed(tensor: Tensor) -> Tensor:
     """``tensor``, converted to float32 if it is float64, with which no layer computes."""
     return tensor.float() if tensor.dtype == torch.float64 else tensor

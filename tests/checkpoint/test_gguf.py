@@ -91,12 +91,13 @@ def _experts(kind: str) -> Array:
     return random_blocks(kind, 4, 64, 32)
 
 
-def write_parts(folder: Path, tensors: Tensors) -> list[Path]:
-    """Two parts, named as llama.cpp names them; settings are in the first one."""
+def write_parts(folder: Path, tensors: Tensors, count: int | None = None) -> list[Path]:
+    """Two parts, named as llama.cpp names them; settings are in the first one. ``count``: what each says of tensors."""
     paths = [folder / f"a-0000{number}-of-00002.gguf" for number in (1, 2)]
     names = list(tensors)
     for number, (path, part) in enumerate(zip(paths, (names[:9], names[9:]), strict=True)):
         settings = {**(settings_of("llama") if number == 0 else {}), "split.no": number, "split.count": 2}
+        settings["split.tensors.count"] = len(tensors) if count is None else count
         write_file(path, "llama", settings, {name: tensors[name] for name in part})
     return paths
 
@@ -121,6 +122,14 @@ def test_parts(tmp_path: Path) -> None:
         qgemm.load_quantized(tmp_path)
     paths[1].unlink()
     with pytest.raises(CheckpointError, match=r"has no file a-00002-of-00002\.gguf: the checkpoint is incomplete"):
+        qgemm.load_quantized(tmp_path)
+
+
+def test_parts_of_another_number_of_tensors(tmp_path: Path) -> None:
+    """As of two models, the second of which has tensors that the first one lacks, and transformers doesn't need."""
+    tensors = tensors_of_llama()
+    write_parts(tmp_path, tensors, len(tensors) + 1)
+    with pytest.raises(CheckpointError, match=r"its model has 22 tensors, and its parts have 21: get all parts again"):
         qgemm.load_quantized(tmp_path)
 
 
@@ -208,6 +217,12 @@ def test_a_given_model(tmp_path: Path) -> None:
         qgemm.load_quantized(path, model=lambda: float_model("qwen2"))
 
 
+def _with(blocks: Array, start: int, octets: bytes) -> Array:
+    """``blocks`` with these ``octets`` in the last row."""
+    blocks[-1, start : start + len(octets)] = np.frombuffer(octets, dtype=np.uint8)
+    return blocks
+
+
 REFUSED: dict[str, tuple[Tensors, str]] = {
     "a type": (
         {"blk.0.ffn_up.weight": ("IQ2_XXS", np.zeros((128, 66), dtype=np.uint8))},
@@ -220,6 +235,18 @@ REFUSED: dict[str, tuple[Tensors, str]] = {
     "a factor that is NaN": (
         {"blk.0.ffn_up.weight": ("Q8_0", np.full((128, 68), 255, dtype=np.uint8))},
         "blk.0.ffn_up.weight holds NaN or Inf",
+    ),
+    "such a factor of an embedding": (
+        {"token_embd.weight": ("Q8_0", np.full((97, 68), 255, dtype=np.uint8))},
+        r"a\.gguf: token_embd.weight: it holds NaN or Inf; the file is damaged: get it again",
+    ),
+    "such a zero point": (
+        {"token_embd.weight": ("Q4_1", _with(random_blocks("Q4_1", 97, 64), 2, b"\x00\x7c"))},
+        r"a\.gguf: token_embd.weight: it holds NaN or Inf",
+    ),
+    "an exponent that is NaN": (
+        {"token_embd.weight": ("MXFP4", np.full((97, 34), 255, dtype=np.uint8))},
+        r"a\.gguf: token_embd.weight: it holds NaN or Inf",
     ),
     "another tensor": (
         {"blk.0.attn_q.bias": np.ones(64, dtype="f4")},

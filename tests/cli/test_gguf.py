@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.foreign import logits, same_tensors
+from checkpoint.gguf_mixtures import write_gpt_oss
 
 import qgemm
 from cli.command import run, run_failing, run_json
@@ -61,6 +62,15 @@ def test_inspect_shows_the_model_and_the_types_of_the_file(llama: Path) -> None:
     shown = " ".join(run("inspect", llama.parent).stdout.split())
     assert "gguf (Q8_0, Q4_0, Q6_K), LlamaForCausalLM" in shown
     assert "model.layers.{0..1}.self_attn.v_proj 2 linear Q6_K as int8-weight-16 256 x 256" in shown
+
+
+def test_inspect_counts_biases_of_experts_with_them(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path / "a.gguf")
+    layers = {layer["name"]: layer for layer in run_json("inspect", tmp_path)["layers"]}
+    assert "model.layers.0.mlp.experts" not in layers
+    experts = layers["model.layers.0.mlp.experts.down_proj"]
+    assert (experts["kind"], experts["storage"], experts["shape"]) == ("experts", "MXFP4", [4, 64, 96])
+    assert experts["bytes"] == 4 * 64 * (96 // 32 * 17 + 4)
 
 
 def test_inspect_without_the_packages_shows_the_names_of_the_file(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,15 @@ def test_report_of_a_model_put_together_by_hand() -> None:
     assert record == LayerRecord("1", "Linear", "int8", "", 2 * (256 + 8), 256 + 32 + 16, None)
 
 
+def test_report_of_layers_without_biases() -> None:
+    """The rest of the model tells what they were."""
+    layers = [qgemm.QuantLinear(32, 8, bias=False), qgemm.QuantExperts(4, 64, 32, scheme="int4-32")]
+    linear, experts = report(nn.Sequential(*layers, nn.LayerNorm(8, dtype=torch.float16))).records
+    assert linear.bytes_before == 2 * 256
+    assert experts.bytes_before == 2 * 4 * (64 * 64 + 64 * 32)
+    assert report(layers[0]).bytes_before == 4 * 256
+
+
 def test_report_of_a_float_model() -> None:
     with pytest.raises(ValueError, match="Sequential holds no quantized layer"):
         report(nn.Sequential(nn.Linear(4, 4)))

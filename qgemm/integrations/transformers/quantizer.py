@@ -16,7 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.manifest import QUANT_METHOD
-from qgemm.checkpoint.pretrained import built_again, float_dtype
+from qgemm.checkpoint.pretrained import built_again
 from qgemm.checkpoint.requantize import convert_layers
 from qgemm.fusion import fuse
 from qgemm.integrations.transformers.config import QGemmConfig
@@ -29,6 +29,7 @@ from qgemm.integrations.transformers.tensor_parallel import cut_layers, go_by, i
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import close_attention
 from qgemm.nn.float_experts import describe_experts
+from qgemm.nn.quant_layer import float_dtype
 from qgemm.quantize import quantize
 
 

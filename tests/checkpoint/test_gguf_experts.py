@@ -1,0 +1,56 @@
+"""GPT-OSS and Mixtral from GGUF compute what the float model does whose values are in the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qgemm
+from checkpoint.gguf_mixtures import write_gpt_oss, write_mixtral
+from qgemm import CheckpointError
+
+IDS = torch.arange(3, 27).view(2, 12)
+
+
+@torch.no_grad()
+def check_same(path: Path, wanted: Any) -> Any:
+    model: Any = qgemm.load_quantized(path, dtype="float32")
+    assert type(model) is type(wanted)
+    found, config = model.config.to_dict(), wanted.config.to_dict()
+    own = {"architectures", "dtype", "_name_or_path", "quantization_config", "fusion_config"}
+    assert {name for name in config if found.get(name) != config[name]} <= own
+    found, logits = model(IDS).logits, wanted(IDS).logits
+    assert logits.std() > 0.1
+    assert torch.allclose(found, logits, rtol=1e-4, atol=1e-5)
+    return model
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    model = check_same(tmp_path / "a.gguf", write_gpt_oss(tmp_path / "a.gguf"))
+    experts = model.model.layers[1].mlp.experts
+    assert experts.scheme.name == "mxfp4"
+    assert model.model.layers[1].self_attn.o_proj.scheme.name == "int8-weight-32"
+    qgemm.save_quantized(model, tmp_path / "saved")
+    assert torch.equal(qgemm.load_quantized(tmp_path / "saved")(IDS).logits, model(IDS).logits)
+
+
+def test_gpt_oss_whose_positions_are_not_scaled(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path / "a.gguf", without="scaling")
+    model: Any = qgemm.load_quantized(tmp_path)
+    assert model.config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
+
+
+def test_a_bias_of_experts_that_is_missing(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path / "a.gguf", without="blk.1.ffn_up_exps.bias")
+    with pytest.raises(CheckpointError, match=r"lacks .*\.experts\.0\.up_proj\.bias, from which"):
+        qgemm.load_quantized(tmp_path)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_mixtral(merged: bool, tmp_path: Path) -> None:
+    wanted = write_mixtral(tmp_path / "a.gguf", merged)
+    experts = check_same(tmp_path / "a.gguf", wanted).model.layers[0].mlp.experts
+    assert experts.scheme.name == "int4-32+int8-weight-32"
