@@ -69,7 +69,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     if transformers := sys.modules.get("transformers"):
         # It writes out each config that it reads, for a log that isn't kept: a tenth of the time to load one.
-        transformers.PreTrainedConfig.__repr__ = object.__repr__
+        transformers.PreTrainedConfig.__repr__ = transformers.GenerationConfig.__repr__ = object.__repr__
 
 
 @pytest.fixture(scope="session")
@@ -78,13 +78,14 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-# Where there is no GPU, torch.manual_seed keeps a traceback for when there is one: a millisecond each time.
-_manual_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+if not torch.cuda.is_available():
+    # For when there is one, torch.manual_seed keeps a traceback: a millisecond each time, and tests call it often.
+    torch.manual_seed = torch.default_generator.manual_seed
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    _manual_seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")

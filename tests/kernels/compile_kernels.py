@@ -425,7 +425,7 @@ def make_fast() -> None:
 def main() -> None:
     make_fast()
     importlib.import_module("torch._dynamo")  # which tensors of META need: once, and not in each process
-    gc.freeze()  # nothing of what is imported is garbage, and to look for it takes a tenth of the time
+    gc.disable()  # each process ends soon, and to look for garbage takes a tenth of the time
     targets = [name for name in DEVICES if name not in CONSUMER or "--complete" in sys.argv]
     with multiprocessing.get_context("fork").Pool(PROCESSES, maxtasksperchild=1) as pool:
         for found in pool.imap(results, targets, chunksize=1):
