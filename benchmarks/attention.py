@@ -1,4 +1,4 @@
-"""Times attention of one new token a sequence to a cache, beside PyTorch's: ``python -m benchmarks.attention --help``.
+"""Times attention of one new token a sequence to a cache, beside PyTorch's.
 
 A measured pass is a run of calls over several caches, so that each call reads its keys and values from memory. On a GPU
 passes are CUDA graphs; providers take turns. Before anything is timed, outputs are compared with the specification in
@@ -7,18 +7,16 @@ float64. Bytes are those of the keys and values in use, with the scales of int8 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.results import environment, write_json
+from benchmarks.results import command_line, environment, write_json
 from benchmarks.shapes import parse_pair
 from benchmarks.tables import Table, render
 from benchmarks.timing import copy_bandwidth, median_seconds
@@ -62,13 +60,10 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Measures what the command line asks for, prints it, and writes the JSON file if one is named."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
+    parser = command_line("attention", __doc__)
     parser.add_argument("--size", type=parse_pair, action="append", metavar="BxL", help="sequences and their keys")
     parser.add_argument("--heads", type=_heads, default=(32, 8), metavar="Q/K", help="of queries and of keys (32/8)")
     parser.add_argument("--head-size", type=int, default=128, help="(default: 128)")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--commit", help="what to call the commit, in a copy of the tree without git")
     args = parser.parse_args(arguments)
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if is_gpu else "cpu")

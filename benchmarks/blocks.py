@@ -1,4 +1,4 @@
-"""Times a transformer block, attention and MLP, in bf16 and int8: ``python -m benchmarks.blocks --help``.
+"""Times a transformer block, attention and MLP, in bf16 and int8.
 
 The block is the first one of a model of ``benchmarks.models`` with random weights, and runs as transformers runs it in
 prefill: causal attention without a cache. On a GPU passes are CUDA graphs over rotated inputs; providers take turns.
@@ -10,11 +10,9 @@ two products. Bytes are the fewest that must move: the weights once, the input a
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.models.providers import PROVIDERS
 from benchmarks.models.shapes import MODELS, ModelShape
-from benchmarks.results import environment, write_json
+from benchmarks.results import command_line, environment, show
 from benchmarks.shapes import parse_pair
 from benchmarks.tables import Table, render
 from benchmarks.timing import median_seconds
@@ -53,25 +51,18 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Measures what the command line asks for, prints it, and writes the JSON file if one is named."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.blocks", description=__doc__.splitlines()[0])
+    parser = command_line("blocks", __doc__)
     decoders = [name for name, shape in MODELS.items() if shape.is_decoder]
     is_gpu = torch.cuda.is_available()
     parser.add_argument("--model", choices=decoders, default="llama-3-8b" if is_gpu else "llama-3.2-1b")
     parser.add_argument("--size", type=parse_pair, action="append", metavar="BxL", help="sequences and their length")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--commit", help="what to call the commit, in a copy of the tree without git")
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if is_gpu else "cpu")
     sizes = args.size or (SIZES if is_gpu else SIZES[:1])
     with torch.no_grad():
         results = measure(MODELS[args.model], sizes, QUICK if args.quick else Effort(), device)
-    about = environment(device, args.commit)
-    print(f"{about['device']}, torch {torch.__version__}, commit {about['commit']}: a block of {args.model}")
-    print(render(table(results), markdown=False))
-    if args.json:
-        values = {"environment": about, "results": [asdict(result) for result in results]}
-        write_json(args.json, values)
+    text = f"a block of {args.model}\n{render(table(results), markdown=False)}"
+    show(text, results, environment(device, args.commit), args.json)
     return results
 
 

@@ -1,4 +1,4 @@
-"""Times diffusion models on a GPU: ``python -m benchmarks.diffusion --help``.
+"""Times diffusion models on a GPU.
 
 Models are diffusers' in bfloat16, with random weights, a few blocks of full width (of Stable Diffusion XL all), and the
 tokens of an image of 1024 x 1024 pixels, or of a video. Ways to run each take turns: as it is, quantized to int8, fused
@@ -10,21 +10,18 @@ Before they are timed, outputs are compared with those of the float model in eag
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.encoders import FLOAT, WAYS, call_seconds
-from benchmarks.results import environment, show
+from benchmarks.encoders import FLOAT, WAYS, check_and_time
+from benchmarks.results import command_line, environment, show
 from benchmarks.tables import Table, render
-from benchmarks.timing import median_seconds
-from qgemm_cli.timing import QUICK, Effort, Pass
+from qgemm_cli.timing import QUICK, Effort
 
 HEADS = {"attention_head_dim": 128, "num_attention_heads": 24}
 FLUX2_HEADS = {"num_attention_heads": 48}
@@ -164,12 +161,9 @@ MODELS: dict[str, Callable[[torch.device], tuple[nn.Module, dict[str, Any]]]] = 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Measures what the command line asks for, prints it, and writes the JSON file if one is named."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.diffusion", description=__doc__.splitlines()[0])
+    parser = command_line("diffusion", __doc__)
     parser.add_argument("--model", choices=list(MODELS), action="append", help="(default: all)")
     parser.add_argument("--compile", action="store_true", help="compiled models, too")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--commit", help="what to call the commit, in a copy of the tree without git")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("this needs a GPU")
@@ -192,15 +186,9 @@ def measure(name: str, compiles: bool, effort: Effort, device: torch.device) -> 
         for compiled, of in COMPILED.items():
             if compiles and of == way:
                 runs[compiled] = partial(output, torch.compile(model))
-    wanted = runs[FLOAT](given).double()
-    errors = {way: float((run(given).double() - wanted).norm() / wanted.norm()) for way, run in runs.items()}
-    for way, error in errors.items():
-        most = COMPILED_ERROR if way in COMPILED else MAX_ERROR
-        if not error <= most:
-            raise ValueError(f"wrong output of {way}: relative error {error:.3g}, at most {most}")
-    calls = call_seconds(runs, [given], effort)
-    kernels = median_seconds({way: Pass(run, [given], device) for way, run in runs.items()}, effort, device)
-    return [Result(name, way, calls[way] * 1e3, kernels[way] * 1e3, errors[way]) for way in runs]
+    limits = {way: COMPILED_ERROR if way in COMPILED else MAX_ERROR for way in runs}
+    found = check_and_time(runs, [given], limits, effort, device)
+    return [Result(name, way, *figures) for way, figures in found.items()]
 
 
 def build(name: str, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:

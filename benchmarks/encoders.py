@@ -1,4 +1,4 @@
-"""Times encoders, as embedding models are, on a GPU: ``python -m benchmarks.encoders --help``.
+"""Times encoders, as embedding models are, on a GPU.
 
 Models have random weights in bfloat16. The ways to run each take turns: as it is, quantized to int8, and fused as
 well, and the first and the last of these with ``fast_forward``. Of a call are measured what it takes from an idle GPU
@@ -10,13 +10,11 @@ Before they are timed, the last hidden states are compared with those of the flo
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor
 
 import qgemm
 from benchmarks.models.shapes import MODELS, ModelShape
-from benchmarks.results import environment, show
+from benchmarks.results import command_line, environment, show
 from benchmarks.shapes import parse_pair
 from benchmarks.tables import Table, render
 from benchmarks.timing import median_seconds
@@ -44,6 +42,7 @@ PADDING = 5  # tokens
 MAX_ERROR = 0.1
 """Of all hidden states, relative to those of the float model."""
 COPIES = 4
+Run = Callable[[dict[str, Any]], Tensor]
 FLOAT = "bfloat16"
 WAYS: dict[str, Callable[[Any], object]] = {
     FLOAT: lambda model: model,
@@ -69,12 +68,9 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Measures what the command line asks for, prints it, and writes the JSON file if one is named."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.encoders", description=__doc__.splitlines()[0])
+    parser = command_line("encoders", __doc__)
     parser.add_argument("--model", choices=list(ENCODERS), action="append", help="(default: all)")
     parser.add_argument("--size", type=parse_pair, action="append", metavar="BxL", help="sequences and their length")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--commit", help="what to call the commit, in a copy of the tree without git")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("this needs a GPU; python -m benchmarks.models times encoders on a CPU")
@@ -96,15 +92,8 @@ def measure(shape: ModelShape, sizes: Sequence[tuple[int, int]], effort: Effort,
     for batch, length in sizes:
         given = [inputs(batch, length, device) for _ in range(COPIES)]
         runs = {way: partial(hidden_states, model) for way, model in models.items()}
-        wanted = runs[FLOAT](given[0]).double()
-        errors = {way: float((run(given[0]).double() - wanted).norm() / wanted.norm()) for way, run in runs.items()}
-        if wrong := [way for way, error in errors.items() if not error <= MAX_ERROR]:
-            raise ValueError(f"wrong output of {wrong[0]}: relative error {errors[wrong[0]]:.3g}, at most {MAX_ERROR}")
-        calls = call_seconds(runs, given, effort)
-        kernels = median_seconds({way: Pass(run, given, device) for way, run in runs.items()}, effort, device)
-        for way in WAYS:
-            times = calls[way] * 1e3, kernels[way] * 1e3
-            results.append(Result(shape.name, way, batch, length, *times, errors[way]))
+        found = check_and_time(runs, given, dict.fromkeys(runs, MAX_ERROR), effort, device)
+        results += [Result(shape.name, way, batch, length, *figures) for way, figures in found.items()]
     return results
 
 
@@ -122,9 +111,25 @@ def hidden_states(model: Any, given: dict[str, Tensor]) -> Tensor:
     return out
 
 
-def call_seconds(
-    runs: Mapping[str, Callable[[dict[str, Tensor]], Tensor]], given: Sequence[dict[str, Tensor]], effort: Effort
-) -> dict[str, float]:
+def check_and_time(
+    runs: Mapping[str, Run],
+    given: Sequence[dict[str, Any]],
+    limits: Mapping[str, float],
+    effort: Effort,
+    device: torch.device,
+) -> dict[str, tuple[float, float, float]]:
+    """By way: ms of a call, ms of its kernels, and the relative error of the output, at most that of ``limits``."""
+    wanted = runs[FLOAT](given[0]).double()
+    errors = {way: float((run(given[0]).double() - wanted).norm() / wanted.norm()) for way, run in runs.items()}
+    for way, error in errors.items():
+        if not error <= limits[way]:
+            raise ValueError(f"wrong output of {way}: relative error {error:.3g}, at most {limits[way]}")
+    calls = call_seconds(runs, given, effort)
+    kernels = median_seconds({way: Pass(run, given, device) for way, run in runs.items()}, effort, device)
+    return {way: (calls[way] * 1e3, kernels[way] * 1e3, errors[way]) for way in runs}
+
+
+def call_seconds(runs: Mapping[str, Run], given: Sequence[dict[str, Any]], effort: Effort) -> dict[str, float]:
     """Seconds of one call from an idle device to an idle device: medians of calls in turn."""
     times: dict[str, list[float]] = {way: [] for way in runs}
     for turn in range(10 * effort.rounds):

@@ -1,4 +1,4 @@
-"""Times qgemm's experts beside transformers' in bfloat16: ``python -m benchmarks.experts --help``.
+"""Times qgemm's experts beside transformers' in bfloat16.
 
 transformers' module is the model's own, by ``grouped_mm``, and for few tokens by ``batched_mm`` too; the faster one
 counts. qgemm's is ``QuantExperts`` made of it.
@@ -11,18 +11,16 @@ router's weights in the dtype that the model's router gives.
 Before anything is timed, rows of both outputs are compared with a float32 computation from the bfloat16 weights.
 """
 
-import argparse
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import environment, write_json
+from benchmarks.results import command_line, environment, write_json
 from benchmarks.roofline import Roofline, known_peaks
 from benchmarks.tables import render
 from benchmarks.timing import copy_bandwidth, median_seconds
@@ -97,14 +95,11 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Measures what the command line asks for, prints it, and writes the JSON file if one is named."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__.splitlines()[0])
+    parser = command_line("experts", __doc__)
     parser.add_argument("--model", choices=[model.name for model in MODELS], action="append", help="(default: all)")
     parser.add_argument("--tokens", type=int, action="append", help="(default: 1, 16 and 2,048)")
     parser.add_argument("--scheme", default="int8", help="of qgemm's experts (default: int8)")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--breakdown", action="store_true", help="also what each kernel of a call takes")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--commit", help="what to call the commit, in a copy of the tree without git")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.experts times kernels on a GPU, and there is none")

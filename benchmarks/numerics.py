@@ -1,4 +1,4 @@
-"""What rounding to int8 and int4 does to numbers, measured: ``python -m benchmarks.numerics --help``.
+"""What rounding to int8 and int4 does to numbers, measured.
 
 Everything is random from a fixed seed, runs on the CPU in float32, and compares with float64. ``docs/numerics.md`` has
 the tables and says what follows from them.

@@ -1,4 +1,4 @@
-"""Layers of a large model on one GPU and cut among several: ``python -m benchmarks.parallel --help``.
+"""Layers of a large model on one GPU and cut among several.
 
 The model has random weights, a few of its layers, and a vocabulary that is smaller in proportion, so that the head's
 share of a step is that of the whole model. Each process builds it whole, is measured alone, and keeps the part that

@@ -1,5 +1,6 @@
 """What a run found, as values that are saved in JSON and read back to draw tables and plots."""
 
+import argparse
 import json
 import platform
 import subprocess
@@ -138,6 +139,15 @@ def write(path: Path, text: str) -> None:
 def write_json(path: Path, values: object) -> None:
     """Writes what was measured as JSON, as ``write`` does."""
     write(path, json.dumps(values, indent=1))
+
+
+def command_line(name: str, doc: str) -> argparse.ArgumentParser:
+    """The parser of ``python -m benchmarks.name``, with the options of every benchmark that prints one table."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
+    parser.add_argument("--commit", help="what to call the commit, in a copy of the tree without git")
+    return parser
 
 
 def show(text: str, results: Sequence[Any], about: dict[str, Any], path: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""What a model needs and how fast it can be on several GPUs, estimated: ``python -m benchmarks.scaling --help``.
+"""What a model needs and how fast it can be on several GPUs, estimated.
 
 Sizes are those of the model itself, quantized on meta and split according to its plan of tensor parallelism. Times are
 the sums of the parts of a step and of a prompt, with constants that were measured on an H200. The constants come from a

@@ -1,4 +1,4 @@
-"""Times quantized layers of any scheme beside float ones: ``python -m benchmarks.weight_only --help``.
+"""Times quantized layers of any scheme beside float ones.
 
 A measured pass is a run of calls over copies of the weight, so that each call reads its weight from memory. On a GPU
 passes are CUDA graphs; the layers take turns. Before they are timed, whole outputs are compared with the product in

@@ -1,4 +1,4 @@
-"""Int8 inference layers for PyTorch.
+"""Quantized inference layers for PyTorch: int8, fp8 and 4-bit weights.
 
 - ``quantize_model(model)`` replaces the linear layers and experts of a model in place; ``report(model)`` lists what was
   done with each layer.

@@ -35,7 +35,7 @@ def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtyp
     return model
 
 
-def generate(model: Any, input_ids: Tensor, cache_dtype: torch.dtype | None = None, **prepared: Any) -> Any:
+def generate(model: Any, input_ids: Tensor, *, cache_dtype: torch.dtype | None = None, **prepared: Any) -> Any:
     """Runs the loop of ``fast_generate`` for one call: ``model.generate(..., custom_generate=qgemm.generate)``.
 
     ``model.generate`` then also accepts ``cache_dtype``. transformers calls this function with arguments that it has

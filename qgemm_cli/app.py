@@ -137,7 +137,7 @@ def quantize(
         Path | None, typer.Option(help="Statistics that Calibration.save wrote, for the scales of static schemes.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Methods, separated by commas (smoothquant,gptq), or a YAML file with them.")
+        str | None, typer.Option(help="Methods, separated by commas: smoothquant,gptq. Or a YAML file with them.")
     ] = None,
     config: Annotated[
         Path | None,
@@ -217,7 +217,13 @@ def convert(
         Path, typer.Argument(help="A quantized model in any format that qgemm loads: its folder, or a GGUF file.")
     ],
     destination: Annotated[Path, typer.Argument(help="A folder for the converted model.")],
-    to: Annotated[Format, typer.Option(help="The format to write. vLLM and transformers load the latter two.")],
+    to: Annotated[
+        Format,
+        typer.Option(
+            metavar="<format>",
+            help="The format to write: qgemm, compressed-tensors or gptq. vLLM and transformers load the latter two.",
+        ),
+    ],
     scheme: Annotated[
         str | None, typer.Option(help="A scheme to convert layers to, such as int8. Without it they stay as they are.")
     ] = None,
@@ -305,7 +311,7 @@ def bench(
     path: Annotated[
         Path | None, typer.Argument(help="A checkpoint, float or quantized, whose linear layers are timed.")
     ] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="Time this weight, NxK. May be repeated.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Time this weight, NxK. Repeatable.")] = None,
     m: Annotated[str, typer.Option("--m", help="Rows of activations, separated by commas.")] = "1,16,256",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... [the GPU, if there is one]")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds.")] = False,

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import encoders
 from benchmarks.encoders import FLOAT, PADDING, WAYS, Result
+from qgemm_cli.timing import QUICK
 
 
 def test_table() -> None:
@@ -35,6 +36,17 @@ def test_every_way_runs_every_encoder(name: str) -> None:
         error = float((out - outs[FLOAT]).norm() / outs[FLOAT].norm())
         assert (error == 0) == way.startswith(FLOAT)
         assert error < encoders.MAX_ERROR
+
+
+def test_every_way_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    given = [{"x": torch.ones(4)}]
+    runs = {FLOAT: lambda x: x["x"], "int8": lambda x: 1.25 * x["x"]}
+    found = encoders.check_and_time(runs, given, dict.fromkeys(runs, 0.3), QUICK, torch.device("cpu"))
+    assert [(way, error) for way, (_, _, error) in found.items()] == [(FLOAT, 0.0), ("int8", 0.25)]
+    assert all(call > 0 and kernels > 0 for call, kernels, _ in found.values())
+    with pytest.raises(ValueError, match=r"wrong output of int8: relative error 0.25, at most 0.2"):
+        encoders.check_and_time(runs, given, dict.fromkeys(runs, 0.2), QUICK, torch.device("cpu"))
 
 
 def test_without_a_gpu_it_says_where_to_look(

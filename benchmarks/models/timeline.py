@@ -1,4 +1,4 @@
-"""The kernels of one step of decoding, before and after: ``python -m benchmarks.models.timeline --help``.
+"""The kernels of one step of decoding, before and after.
 
 Every provider generates a few tokens under PyTorch's profiler. One step is cut out of its kernels, which repeat from
 step to step, and drawn on one scale of time with the others.
