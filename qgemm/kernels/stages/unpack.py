@@ -118,12 +118,13 @@ def _programs():
     found["scaled fp4 bf16 pair"] = " ".join([*lines, "mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v;"])
     # Codes as the last bits of a subnormal number, or four bits on, where the smallest normal numbers go on as evenly.
     for half, mask, flip in ((0, 0x000F000F, 0x00080008), (1, 0x00F000F0, 0x00800080)):
+        codes = f"prmt.b32 t, $2, 0, 0x4140; lop3.b32 t, t, {mask:#x}, {flip:#x}, {AND_XOR};"
         found[f"scaled int4 bf16 {half}"] = (
-            f"prmt.b32 t, $2, 0, 0x4140; lop3.b32 t, t, {mask:#x}, {flip:#x}, {AND_XOR}; "
-            "fma.rn.bf16x2 u, t, $3, $4; mov.b32 {$0, $1}, u;"
+            codes + " mov.b32 a, {$3, $3}; mov.b32 b, {$4, $4}; fma.rn.bf16x2 u, t, a, b; mov.b32 {$0, $1}, u;"
         )
+        found[f"times int4 bf16 {half}"] = codes + " fma.rn.bf16x2 u, t, $3, $4; mov.b32 {$0, $1}, u;"
         # One product moves the sign and, as bits of a subnormal or small number, the rest: they are 6 bits apart.
-        found[f"scaled fp4 bf16 {half}"] = (
+        found[f"times fp4 bf16 {half}"] = (
             f"prmt.b32 t, $2, 0, 0x4140; and.b32 t, t, {mask:#x}; mul.lo.u32 t, t, {0x1040 >> 4 * half:#x}; "
             "and.b32 t, t, 0x81C081C0; mul.bf16x2 u, t, $3; mov.b32 {$0, $1}, u;"
         )
@@ -281,18 +282,36 @@ def unpack_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 SCALED_BY = tl.constexpr(2.0**-32)
 """What ``unpack_times_scale`` gives is multiplied by, so that its factors are no larger than bfloat16's largest."""
+_STEPS = tl.constexpr((2.0**133 * 2.0**-32, 2.0**129 * 2.0**-32))
+
+
+@triton.jit
+def unpack_times_scale(pairs, scale, HALF: tl.constexpr):
+    """``q * scale * SCALED_BY`` of int4 as bfloat16, rounded once: ``[n, 2 k]`` of a half of ``pairs``, ``[n, k]``.
+
+    ``scale``: of rows, float32 of bfloat16 values, below 2^27. ``q + 8``, as bits, is a subnormal number: that many of
+    the smallest steps. A product and a sum make ``(q + 8) * scale - 8 * scale`` of it, and nothing is taken away first.
+    """
+    SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
+    factor = (scale * _STEPS.value[HALF]).to(tl.bfloat16)[:, None]
+    minus = (scale * (-8 * SCALED_BY)).to(tl.bfloat16)[:, None]
+    ASSEMBLY: tl.constexpr = assembly("scaled int4", tl.bfloat16, " 0" if HALF == 0 else " 1")
+    a, b = tl.inline_asm_elementwise(
+        ASSEMBLY, "=h,=h,r,h,h", [pairs.to(tl.uint32), factor, minus], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
+    )
+    return tl.join(a, b).reshape(SHAPE)
 
 
 @constexpr_function
 def _program(start, format, scale, half, *index):
-    names = {"uint8": f"{start} {format} uint8", "int8": f"{start} {format} int8"}
-    halves = f"{start} {format} bf16 {half}"
-    return PTX.value[" ".join([names.get(str(scale), halves), *map(str, index)])]
+    """The PTX that starts with ``start``. Factors of scales of 8 bits are the same for both halves."""
+    what = str(scale) if str(scale) in ("uint8", "int8") else f"bf16 {half}"
+    return PTX.value[" ".join([start, format, what, *map(str, index)])]
 
 
 @triton.jit
 def factors_of_codes(words, INDEX: tl.constexpr, SCALE: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr):
-    """What codes are multiplied by, and what is then added, for ``unpack_times_scale``: a bfloat16 twice in an int32.
+    """What codes are multiplied by, and what is then added, for ``unpack_times``: a bfloat16 twice in an int32.
 
     ``words``: int32 of several scales of the dtype ``SCALE``, below 2^27, of which the ``INDEX``-th is meant. To fp4
     nothing is added.
@@ -302,15 +321,13 @@ def factors_of_codes(words, INDEX: tl.constexpr, SCALE: tl.constexpr, FORMAT: tl
 
 
 @triton.jit
-def unpack_times_scale(pairs, factor, added, FORMAT: tl.constexpr, HALF: tl.constexpr):
-    """``q * scale * SCALED_BY`` as bfloat16, rounded once: ``[n, 2 k]`` of a half of ``pairs``, ``[n, k]``, on Hopper.
+def unpack_times(pairs, factor, added, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """As ``unpack_times_scale``, of int4 or fp4, with ``factor`` and ``added`` of ``factors_of_codes`` for each pair.
 
-    ``factor``, ``added``: from ``factors_of_codes``, for each pair. A code of int4, which is ``q + 8``, is as bits a
-    subnormal number: that many of the smallest steps. A product and a sum make ``(q + 8) * scale - 8 * scale`` of it,
-    and nothing is taken away first. The bits of fp4 are a number that is too small by a power of two.
+    The bits of fp4, moved, are a number that is too small by a power of two.
     """
     SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
-    ASSEMBLY: tl.constexpr = _program("scaled", FORMAT, None, HALF)
+    ASSEMBLY: tl.constexpr = _program("times", FORMAT, None, HALF)
     a, b = tl.inline_asm_elementwise(
         ASSEMBLY, "=h,=h,r,r,r", [pairs.to(tl.uint32), factor, added], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
     )

@@ -26,6 +26,7 @@ from qgemm.kernels.stages.unpack import (
     multiply_add,
     times_of_pairs,
     unpack_pairs,
+    unpack_times,
     unpack_times_scale,
     widen_pairs,
 )
@@ -33,7 +34,6 @@ from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 from qgemm.kernels.weight_only.tiles_hopper_factors import (
     PANEL,
     first_group,
-    in_words,
     load_factors,
     load_next,
     of_groups,
@@ -224,18 +224,20 @@ def _scaled_codes(
     """As ``_values``, for symmetric 4-bit formats: the values times their scales, in bfloat16, and ``SCALED_BY``."""
     FORMAT: gl.constexpr = FORM.name
     HALF: gl.constexpr = INDEX // 2
-    COUNT: gl.constexpr = max(PANEL // FORM.group, 1)
-    PER_WORD: gl.constexpr = 32 // SCALE.primitive_bitwidth if in_words(FORM, SCALE) else 1
-    FIRST: gl.constexpr = HALF if PER_WORD == 1 else first_group(FORM, TILE, SCALE, INDEX)
-    own, added = (), ()
-    for i in gl.static_range(COUNT):
-        word = factors[(FIRST + i) // PER_WORD]
-        if PER_WORD == 1:
-            word = word.to(gl.int16, bitcast=True).to(gl.int32)
-        factor, addend = factors_of_codes(word, (FIRST + i) % PER_WORD, SCALE, FORMAT, HALF)
-        own, added = own + (factor,), added + (addend,)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    w = unpack_times_scale(packed, spread(own, packed), spread(added, packed), FORMAT, HALF)
+    if FORM.group >= BLOCK:
+        scale = scale_value(of_groups(factors, INDEX, SCALE, FORM, TILE)[0])
+        own = gl.convert_layout(scale, gl.SliceLayout(1, packed.type.layout), assert_trivial=True)
+        w = unpack_times_scale(packed, own, HALF)
+    else:
+        PER_WORD: gl.constexpr = 32 // SCALE.primitive_bitwidth
+        FIRST: gl.constexpr = first_group(FORM, TILE, SCALE, INDEX)
+        own, added = (), ()
+        for i in gl.static_range(PANEL // FORM.group):
+            word = factors[(FIRST + i) // PER_WORD]
+            factor, addend = factors_of_codes(word, (FIRST + i) % PER_WORD, SCALE, FORMAT, HALF)
+            own, added = own + (factor,), added + (addend,)
+        w = unpack_times(packed, spread(own, packed), spread(added, packed), FORMAT, HALF)
     return gl.convert_layout(w, LAYOUT, assert_trivial=True)
 
 
