@@ -1,4 +1,4 @@
-"""Times products of fp8 and 16-bit operands beside PyTorch's own: ``python -m benchmarks.fp8 --help``.
+"""Times products of fp8 and 16-bit operands beside PyTorch's own.
 
 Operands are quantized before, so only products are timed, as ``benchmarks.weight_only`` times layers. ``fp8`` and
 ``fp8-block`` are compared with ``torch._scaled_mm`` with a scale for each row and column, ``matmul`` of fp8 with
@@ -7,11 +7,9 @@ Operands are quantized before, so only products are timed, as ``benchmarks.weigh
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.measure import effort_for, random_operand
-from benchmarks.results import environment, write_json
+from benchmarks.results import command_line, environment, write_json
 from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
 from benchmarks.tables import Table, render
@@ -179,13 +177,10 @@ def table(results: Sequence[Result]) -> Table:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("fp8", __doc__)
     parser.add_argument("--product", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="default: all")
     parser.add_argument("--shape", nargs="+", type=parse_shape, help="NxK; default: those of Llama 3 8B and 70B")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="M")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--commit", help="of a copy of the tree that git doesn't know")
-    parser.add_argument("--out", type=Path, help="write a JSON file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("PyTorch multiplies fp8 with scales of rows on a GPU only, and there is none")
@@ -197,9 +192,9 @@ def main() -> None:
             effort = QUICK if options.quick else Effort()
             results += measure(shape, options.rows, options.product, effort, device)
     print(render(table(results), markdown=False))
-    if options.out:
+    if options.json:
         contents = {"environment": environment(device, options.commit), "results": [asdict(one) for one in results]}
-        write_json(options.out, contents)
+        write_json(options.json, contents)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ float64.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import HOST_SHAPE, effort_for, random_operand
 from benchmarks.providers import linear_of
-from benchmarks.results import environment, write_json
+from benchmarks.results import command_line, environment, write_json
 from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import CPU_SHAPES, SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
 from benchmarks.tables import Table, render
@@ -139,13 +137,10 @@ def host_table(found: dict[str, dict[int, float]]) -> Table:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("weight_only", __doc__)
     parser.add_argument("--scheme", nargs="+", default=["int4", "int8-weight"], help="default: int4 int8-weight")
     parser.add_argument("--shape", nargs="+", type=parse_shape, help="NxK; default: those of Llama 3 8B and 70B")
     parser.add_argument("--rows", nargs="+", type=int, help="M")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--commit", help="of a copy of the tree that git doesn't know")
-    parser.add_argument("--out", type=Path, help="write a JSON file")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     llama = [shape for shape in SHAPES if shape.family in SUMMARY_FAMILIES]
@@ -160,10 +155,10 @@ def main() -> None:
     if device.type == "cuda":
         host = measure_host(options.scheme, device)
         print(render(host_table(host), markdown=False))
-    if options.out:
+    if options.json:
         contents = {"environment": environment(device, options.commit), "results": [asdict(one) for one in results]}
         contents["host"] = host
-        write_json(options.out, contents)
+        write_json(options.json, contents)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def check_text(wanted: Quantization, windows: Windows | None, calibration: Calibration | None = None) -> None:
+def check_text(wanted: Quantization, windows: Windows | None, calibration: Calibration | None) -> None:
     """Raises ``ValueError`` if something needs a text and there is none, or vice versa."""
     schemes = list(filter(None, wanted.schemes.values()))
     wanting = wanted.wanting_data(schemes)

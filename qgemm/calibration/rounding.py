@@ -44,7 +44,7 @@ _DIRECTIONS = 96
 _FINALISTS = 6
 
 
-def nearest_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> Tensor:
+def nearest_scale(weight: Tensor, scheme: TensorScheme) -> Tensor:
     """The plain scale of a float weight ``[N, K]``: float32 ``[N]``, or ``[N, ceil(K / group_size)]``.
 
     For a scheme with blocks, the rows of a block have the same scale.

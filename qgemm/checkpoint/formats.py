@@ -239,7 +239,7 @@ def settings(folder: Path, config: dict[str, Any]) -> Any:
     return None
 
 
-def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme: QuantScheme | None = None) -> None:
+def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme: QuantScheme | None) -> None:
     """Matches another library's checkpoint to ``model``: renames tensors, checks layers, notes which tensors are tied.
 
     ``scheme``: the scheme to convert layers to. A layer that can't run quantized is restored to float if it is the

@@ -231,7 +231,9 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     downloads that way.
     """
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is not a folder; give the one that save_quantized wrote{hub_hint(folder)}")
+        raise CheckpointError(
+            f"{folder} is not a folder; give the folder of a quantized model, or a GGUF file{hub_hint(folder)}"
+        )
     # Both separators and Windows drives are refused on every system, so that the result doesn't depend on the system.
     if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name; files must lie directly in the folder")

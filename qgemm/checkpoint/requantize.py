@@ -93,7 +93,7 @@ def restore_float(contents: Contents, name: str, module: nn.Module) -> None:
     contents.restored.append(name)
 
 
-def convert_layers(model: nn.Module, scheme: QuantScheme, is_split: bool = False) -> bool:
+def convert_layers(model: nn.Module, scheme: QuantScheme, is_split: bool) -> bool:
     """Replaces the layers of a loaded ``model`` by layers in ``scheme``, one by one; returns whether any differed.
 
     ``is_split``: whether the layers are split among several processes. Raises ``ValueError``, before any layer is

@@ -70,7 +70,7 @@ def check_norm(operation: str, call: NormCall) -> None:
     _check_static_scale("input_scale", input_scale, x)
 
 
-def check_activate(x: Tensor, activation: str, gated: bool, up_first: bool = False) -> None:
+def check_activate(x: Tensor, activation: str, gated: bool, up_first: bool) -> None:
     """Raises if ``activate`` doesn't accept these."""
     _check_rows("activate", x)
     if activation not in ACTIVATIONS:
@@ -85,10 +85,10 @@ def check_activation_quantize(
     x: Tensor,
     activation: str,
     gated: bool,
-    input_scale: Tensor | None = None,
-    dtype: torch.dtype = INT8.storage,
-    prefix: Tensor | None = None,
-    up_first: bool = False,
+    input_scale: Tensor | None,
+    dtype: torch.dtype,
+    prefix: Tensor | None,
+    up_first: bool,
 ) -> None:
     """Raises if ``activation_quantize`` doesn't accept these."""
     _check_quantized("activation_quantize", dtype)

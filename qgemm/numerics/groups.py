@@ -147,7 +147,7 @@ def _nearest_steps(scale: Tensor) -> Tensor:
 
 
 def plain_scales(
-    weight: Tensor, group_size: int, form: Format, dtype: str = "float32", global_scale: Tensor | None = None
+    weight: Tensor, group_size: int, form: Format, dtype: str, global_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Scales for float ``[n, K]``: ``[n, groups]``, rounded to ``dtype`` but in float32; and zero points, or None.
 

@@ -377,7 +377,7 @@ def test_a_name_of_the_hub_is_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
         load_quantized("org/model")
     (tmp_path / "org").mkdir()  # a mistaken path, then
     for name in ("org/model", "model", str(tmp_path / "model")):
-        with pytest.raises(CheckpointError, match=r"give the one that save_quantized wrote$"):
+        with pytest.raises(CheckpointError, match=r"give the folder of a quantized model, or a GGUF file$"):
             load_quantized(name)
 
 

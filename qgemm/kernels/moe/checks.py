@@ -54,7 +54,7 @@ def check_grouped_mm(
         raise TypeError(f"out_dtype is {out_dtype}; grouped_mm returns {names_of(FLOAT_DTYPES)}")
 
 
-def check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> None:
+def check_route(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
     """Raises if ``route`` doesn't accept these."""
     if logits.dtype not in FLOAT_DTYPES:
         raise TypeError(f"logits is {logits.dtype}; route accepts {names_of(FLOAT_DTYPES)}: {conversion(logits)}")
