@@ -36,12 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks as slow what `make quick` leaves out, and lets what compiles every kernel come first.
+    """Marks as slow what `make quick` leaves out, and lets what compiles every kernel come first, then what forks.
 
     What is marked ``complete`` is left out without ``--complete``, and ``vllm`` without ``-m vllm``.
 
     That is of a test marked ``slow(quick=...)`` what has other parameters than these; of others, with many parameters,
-    all but every so many. What comes first goes to one of several workers, and none waits for it last.
+    all but every so many. What comes first goes to one of several workers, and none waits for it last. So does what is
+    run by ``processes``, whose processes to fork from are then started for one worker alone.
     """
     unasked = [] if config.getoption("--complete") else ["complete"]
     unasked += [] if "vllm" in config.getoption("-m") else ["vllm"]
@@ -60,7 +61,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.own_markers.remove(marks[0])
             elif number % every:
                 item.add_marker("slow")
-    items.sort(key=lambda item: item.get_closest_marker("compile") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("compile") is None, not _forks(item)))
+
+
+def _forks(item: pytest.Item) -> bool:
+    """Whether the module of ``item`` has Python code run in processes of its own."""
+    names = vars(item.module) if isinstance(item, pytest.Function) else {}
+    return "run_process" in names or "run_code" in names
 
 
 def pytest_collection_finish() -> None:
