@@ -126,13 +126,11 @@ def test_the_assembly_that_scales(format: str, scales: Tensor, values: Tensor, h
     """One rounding, of the exact product, for scales of any size and sign, from words of several."""
     kind = {torch.uint8: "uint8", torch.float8_e4m3fn: "int8", torch.bfloat16: f"bf16 {half}"}[scales.dtype]
     words, count = scales.view(torch.int32).tolist(), 4 // scales.itemsize
-    program = unpack.PTX.value[f"times {format} bf16 {half}"]
     for at, value in enumerate(values):
         factors = execute(unpack.PTX.value[f"factors {format} {kind} {at % count}"], 2, words[at // count] & 0xFFFFFFFF)
-        found = [execute(program, 2, word & 0xFFFF, *factors) for word in BYTES.view(torch.int16).tolist()]
-        found_values = torch.tensor(found).reshape(-1).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+        found = multiplied(unpack.PTX.value[f"times {format} bf16 {half}"], factors)
         expected = (halves(torch.float32, format)[half] * value).bfloat16()
-        assert torch.equal(found_values.float(), expected.float() * unpack.SCALED_BY.value)
+        assert torch.equal(found.float(), expected.float() * unpack.SCALED_BY.value)
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -142,10 +140,14 @@ def test_the_assembly_that_scales_a_row(half: int) -> None:
     for scale in BF16_SCALES:
         factors = [scale.float() * unpack._STEPS.value[half], scale.float() * (-8 * unpack.SCALED_BY.value)]
         words = [each.bfloat16().view(torch.int16).item() & 0xFFFF for each in factors]
-        found = [execute(program, 2, word & 0xFFFF, *words) for word in BYTES.view(torch.int16).tolist()]
-        found_values = torch.tensor(found).reshape(-1).to(torch.int32).to(torch.int16).view(torch.bfloat16)
         expected = (halves(torch.float32, "int4")[half] * scale.float()).bfloat16()
-        assert torch.equal(found_values.float(), expected.float() * unpack.SCALED_BY.value)
+        assert torch.equal(multiplied(program, words).float(), expected.float() * unpack.SCALED_BY.value)
+
+
+def multiplied(program: str, factors: list[int]) -> Tensor:
+    """bfloat16 of every byte, in order, from ``program`` with these factors."""
+    found = [execute(program, 2, word & 0xFFFF, *factors) for word in BYTES.view(torch.int16).tolist()]
+    return torch.tensor(found).reshape(-1).to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
