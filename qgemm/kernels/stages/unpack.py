@@ -313,8 +313,8 @@ def _program(start, format, scale, half, *index):
 def factors_of_codes(words, INDEX: tl.constexpr, SCALE: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr):
     """What codes are multiplied by, and what is then added, for ``unpack_times``: a bfloat16 twice in an int32.
 
-    ``words``: int32 of several scales of the dtype ``SCALE``, below 2^27, of which the ``INDEX``-th is meant. To fp4
-    nothing is added.
+    ``words``: int32 of several scales of the dtype ``SCALE``, below 2^27, of fp4 below 2^34, of which the ``INDEX``-th
+    is meant. To fp4 nothing is added.
     """
     ASSEMBLY: tl.constexpr = _program("factors", FORMAT, SCALE, HALF, INDEX)
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], (tl.int32, tl.int32), is_pure=True, pack=1)
