@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -17,6 +18,7 @@ def make_fast() -> None:
     _drop_checks_that_nothing_reads()
     _keep_numpy_dtypes()
     _keep_shapes()
+    _leave_operands_that_agree()
 
 
 def _patch_once_a_launch() -> None:
@@ -87,3 +89,19 @@ def _keep_shapes() -> None:
         self.name = f"<{text}, {element_ty}>"
 
     tl.tensor.__init__, block_type.__init__ = tensor, block
+
+
+def _leave_operands_that_agree() -> None:
+    """Those of one dtype are cast only if they are divided, and those of one shape not broadcast."""
+    check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+
+    def type_checked(self: Any, lhs: Any, rhs: Any, *options: bool) -> Any:
+        divides = len(options) == 4 and options[3]
+        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and not divides and not lhs.dtype.is_ptr():
+            return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+        return check(self, lhs, rhs, *options)
+
+    def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)  # shapes are kept, as above
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = type_checked, broadcasted
