@@ -343,6 +343,13 @@ def _takes_registers(form: StoredForm) -> bool:
     return form.bits == 4 and form.float_zeros and form.group < 64
 
 
+def _widest(form: StoredForm) -> int:
+    """The rows of x of the widest tile: registers hold its sums and what is loaded ahead."""
+    if not _takes_registers(form):
+        return 256
+    return 160 if form.group == 16 else 192
+
+
 def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, exact: bool = True) -> Tiles:
     """The tiles of a product of ``M`` rows, more than 16: the fastest by ``_microseconds``.
 
@@ -350,7 +357,7 @@ def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits,
     """
     plain = not form.has_zeros and (form.group == 0 or (exact and not form.has_small_groups))
     candidates: list[Tiles] = []
-    widest = min(max(32, next_power_of_2(M)), 192 if _takes_registers(form) else 256)
+    widest = min(max(32, next_power_of_2(M)), _widest(form))
     for one in TILES[form.bits]:
         if one.columns > widest:
             continue
