@@ -118,6 +118,17 @@ def test_kernels_for_every_gpu(rows: int, kind: str, dtype: torch.dtype, device:
 
 
 @KIND
+@pytest.mark.parametrize("shape", [(K,), (1, K), (1, 1, K), (4, K), (1, 4, K), (20, K)])
+def test_outputs_can_be_changed_in_place(shape: tuple[int, ...], kind: str, device: torch.device) -> None:
+    """Adapters add to them with gradients; autograd forbids that for views of what was made without."""
+    weight = ScaledWeight(**operands(kind, device)[0])
+    with torch.no_grad():
+        out = weight_only_linear(torch.randn(shape, device=device), weight)
+    out += torch.ones(N, device=device, requires_grad=True)
+    assert out.requires_grad
+
+
+@KIND
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_float_weight_has_the_bits_of_pytorchs(
     kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -29,8 +29,14 @@ _FEW = 7
 def weight_only_linear(x: Tensor, weight: ScaledWeight) -> Tensor:
     """``dispatch.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order."""
     product = _multiply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight)
-    product = product if weight.bias is None else product + weight.bias.float()
-    return product.to(x.dtype).reshape(*x.shape[:-1], product.shape[1]).contiguous()
+    # Not a view, which autograd wouldn't let be changed in place.
+    out = torch.empty(*x.shape[:-1], product.shape[1], dtype=x.dtype, device="cpu")
+    rows = out.view(product.shape)
+    if weight.bias is None:
+        rows.copy_(product)
+    else:
+        torch.add(product, weight.bias.float(), out=rows)
+    return out
 
 
 def _multiply(x: Tensor, weight: ScaledWeight) -> Tensor:
