@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ BLOCK_BYTES = 128
 """The bytes of a row of the weight that are multiplied at a time."""
 WHOLE_ROW = 2**30
 """A group longer than any row, where one scale of a row can't be left to the sums."""
+Precision = Literal["exact", "two", "float"]
+"""How values are multiplied by scales: in the dtype of x, by two parts of a scale in that dtype, or in float32."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,14 @@ class StoredForm:
     def scales_values(self) -> bool:
         """Whether scales multiply the values instead of sums of products: of small groups, and with float zeros."""
         return self.has_small_groups or self.float_zeros
+
+    def precision(self, exact: bool, bfloat16: bool) -> Precision:
+        """How values are multiplied by scales that are ``exact`` in the dtype of x, or not.
+
+        Of two parts, bfloat16s of which the second is what the first lacks, each product and the sum are rounded, which
+        is hardly more than one rounding. Float zeros, and float16, need float32.
+        """
+        return "exact" if exact else "two" if bfloat16 and not self.float_zeros else "float"
 
     @property
     def block(self) -> int:

@@ -79,12 +79,14 @@ def test_the_ring_of_float_zero_points() -> None:
 def test_most_rows_of_tiles() -> None:
     """A float weight is made where values are scaled in float32, and more of it is read than that costs."""
     four = StoredForm("int4", 32)
-    assert most_rows(INT4, True) == most_rows(four, True) == most_rows(StoredForm("fp4", 16), True) == math.inf
-    assert most_rows(StoredForm("int8", 0), False) == math.inf
-    assert most_rows(INT4, False) == most_rows(four, False) == most_rows(StoredForm("int8", 16), False) == 2048
+    for precision in ("exact", "two"):
+        assert most_rows(INT4, precision) == most_rows(four, precision) == math.inf
+    assert most_rows(StoredForm("int8", 0), "float") == math.inf
+    for form in (INT4, four, StoredForm("int8", 16)):
+        assert most_rows(form, "float") == 2048
     zeros = replace(four, has_zeros=True, float_zeros=True)
-    assert most_rows(zeros, False) == 768
-    assert most_rows(replace(zeros, group=64), False) == 2048
+    assert most_rows(zeros, "float") == 768
+    assert most_rows(replace(zeros, group=64), "float") == 2048
 
 
 @pytest.mark.parametrize("name", ["int4", "int8"])
@@ -228,7 +230,7 @@ def test_accumulators_have_sizes_of_powers_of_2() -> None:
 def test_what_takes_registers_has_narrower_tiles() -> None:
     zeros = StoredForm("int4", 32, has_zeros=True, float_zeros=True)
     for form in (INT4, replace(INT4, has_zeros=True), StoredForm("fp4", 32), StoredForm("int8", 32), zeros):
-        tiles = [select_tiles(M, 8192, 8192, form, H200, exact=False) for M in (20, 64, 192, 512, 4096)]
+        tiles = [select_tiles(M, 8192, 8192, form, H200, precision="float") for M in (20, 64, 192, 512, 4096)]
         assert max(tile.columns for tile in tiles) == (192 if form == zeros else 256)
         assert all(tile.in_turn == 1 for tile in tiles) == (form == zeros)
 
@@ -236,9 +238,9 @@ def test_what_takes_registers_has_narrower_tiles() -> None:
 def test_scaling_in_float32_makes_wider_tiles_better() -> None:
     """Each tile unpacks the weight again."""
     assert select_tiles(384, 28672, 8192, INT4, H200).columns == 128
-    assert select_tiles(384, 28672, 8192, INT4, H200, exact=False).columns == 192
+    assert select_tiles(384, 28672, 8192, INT4, H200, precision="float").columns == 192
     # Sums are scaled in float32 as they are.
-    assert select_tiles(64, 28672, 8192, INT4, H200) == select_tiles(64, 28672, 8192, INT4, H200, exact=False)
+    assert select_tiles(64, 28672, 8192, INT4, H200) == select_tiles(64, 28672, 8192, INT4, H200, precision="float")
 
 
 def test_programs_fill_the_device() -> None:

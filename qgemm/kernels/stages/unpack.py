@@ -123,6 +123,11 @@ def _programs():
             codes + " mov.b32 a, {$3, $3}; mov.b32 b, {$4, $4}; fma.rn.bf16x2 u, t, a, b; mov.b32 {$0, $1}, u;"
         )
         found[f"times int4 bf16 {half}"] = codes + " fma.rn.bf16x2 u, t, $3, $4; mov.b32 {$0, $1}, u;"
+        found[f"codes int4 bf16 {half}"] = codes + " mov.b32 {$0, $1}, t;"
+        magic = 0x64006400 | flip  # 1024
+        found[f"codes int4 fp16 {half}"] = (
+            f"prmt.b32 t, $2, 0, 0x4140; lop3.b32 t, t, {mask:#x}, {magic:#x}, {AND_XOR}; mov.b32 {{$0, $1}}, t;"
+        )
         # One product moves the sign and, as bits of a subnormal or small number, the rest: they are 6 bits apart.
         found[f"times fp4 bf16 {half}"] = (
             f"prmt.b32 t, $2, 0, 0x4140; and.b32 t, t, {mask:#x}; mul.lo.u32 t, t, {0x1040 >> 4 * half:#x}; "
@@ -153,10 +158,12 @@ def _programs():
             found[f"{format} {name}"] = " ".join(widened(format, kind, "$2", pair, f"${pair}") for pair in (0, 1))
             found[f"{format} {name} pair"] = widened(format, kind, "$2", 0, "u") + " mov.b32 {$0, $1}, u;"
     # 128 + q, as the bits of a bfloat16, is that many of the smallest steps, 2^-133. Times 2^127, minus 2: a 64th of q.
+    codes = "prmt.b32 t, $2, 0, 0x4140; xor.b32 t, t, 0x00800080;"
+    found["codes int8 bf16 0"] = codes + " mov.b32 {$0, $1}, t;"
     found["int8 bf16 pair"] = (
-        "prmt.b32 t, $2, 0, 0x4140; xor.b32 t, t, 0x00800080; mov.b32 a, 0x7F007F00; mov.b32 b, 0xC000C000; "
-        "fma.rn.bf16x2 u, t, a, b; mov.b32 {$0, $1}, u;"
+        codes + " mov.b32 a, 0x7F007F00; mov.b32 b, 0xC000C000; fma.rn.bf16x2 u, t, a, b; mov.b32 {$0, $1}, u;"
     )
+    found["codes int8 fp16 0"] = "prmt.b32 t, $2, 0, 0x4140; xor.b32 t, t, 0x64806480; mov.b32 {$0, $1}, t;"
     return {name: "{ .reg .b32 t, s, m, a, b, c, u, v; " + text + " }" for name, text in found.items()}
 
 
@@ -359,6 +366,33 @@ def widen_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
             return widen(values.to(tl.int8, bitcast=True), FORMAT, DTYPE)
         else:
             return widen(values, FORMAT, DTYPE)
+
+
+@constexpr_function
+def of_codes(format, dtype, half):
+    """``factor``, ``offset`` and ``times``: ``codes_of_pairs * factor - offset / times`` is ``q / times``, exactly.
+
+    So is what has a zero point added to the offset.
+    """
+    if dtype == tl.bfloat16:
+        return 2.0 ** (127 - 4 * half), 8 if format == "int4" else 128, 64.0
+    if format == "int8":
+        return 1.0, 1152, 1.0
+    return (1.0, 1032, 1.0) if half == 0 else (1 / 16, 72, 1.0)
+
+
+@triton.jit
+def codes_of_pairs(pairs, HALF: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes of int4 or int8 as the last bits of numbers of ``DTYPE``, on Hopper; see ``of_codes``.
+
+    ``[n, 2 k]`` of ``pairs``, ``[n, k]``: of int4, those of a half.
+    """
+    ASSEMBLY: tl.constexpr = assembly("codes " + FORMAT, DTYPE, " 0" if HALF == 0 else " 1")
+    SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
+    a, b = tl.inline_asm_elementwise(
+        ASSEMBLY, "=h,=h,r", [pairs.to(tl.uint32)], (DTYPE.value, DTYPE.value), is_pure=True, pack=1
+    )
+    return tl.join(a, b).reshape(SHAPE)
 
 
 @constexpr_function

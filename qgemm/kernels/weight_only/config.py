@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.memory import COUNTS_BYTES
-from qgemm.kernels.stored_form import StoredForm
+from qgemm.kernels.stored_form import Precision, StoredForm
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_FEW_ROWS = 16
@@ -31,8 +31,8 @@ BLOCK_TIMES = {
 """The time of 256 values of K in a tile, by the weight's bits and the rows of x."""
 ZEROS = 0.15
 """What zero points add to it."""
-FLOAT32 = 0.5
-"""What it adds that values are scaled in float32."""
+SCALING: dict[Precision, float] = {"exact": 0.0, "two": 0.2, "float": 0.5}
+"""What it adds how values are scaled."""
 HANDOVER = 1.1
 PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
 # Programs that have parts of two tiles are at other values of K than their neighbours, which load the same x and, with
@@ -291,8 +291,8 @@ def prefers_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits
     """
     if M <= MAX_FEW_ROWS or form.bits > 4 or form.has_zeros:
         return False
-    tile = select_tiles(M, N, K, form, limits)
-    return _microseconds(tile, M, N, K, form, True, limits) + TILES_LATER < _best_ring(M, N, K, form, limits)[0]
+    tile = select_tiles(M, N, K, form, limits, "exact")
+    return _microseconds(tile, M, N, K, form, "exact", limits) + TILES_LATER < _best_ring(M, N, K, form, limits)[0]
 
 
 def _best_ring(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> tuple[float, FewRowsRing]:
@@ -331,9 +331,9 @@ def select_few_rows(M: int, N: int, form: StoredForm, limits: DeviceLimits) -> F
     return FEW_ROWS_OF_ZEROS if bounded and (form.float_zeros or (form.has_zeros and form.by_groups)) else tile
 
 
-def most_rows(form: StoredForm, exact: bool) -> float:
-    """How many rows tiles are faster for than a float weight that is made for the call; ``exact``: as below."""
-    if exact or form.group == 0:
+def most_rows(form: StoredForm, precision: Precision) -> float:
+    """How many rows tiles are faster for than a float weight that is made for the call."""
+    if precision != "float" or form.group == 0:
         return math.inf
     return 768 if _takes_registers(form) else 2048
 
@@ -350,12 +350,11 @@ def _widest(form: StoredForm) -> int:
     return 160 if form.group == 16 else 192
 
 
-def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, exact: bool = True) -> Tiles:
-    """The tiles of a product of ``M`` rows, more than 16: the fastest by ``_microseconds``.
-
-    ``exact``: whether scales are values of the dtype of x. If not, values are scaled in float32.
-    """
-    plain = not form.has_zeros and (form.group == 0 or (exact and not form.has_small_groups))
+def select_tiles(
+    M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, precision: Precision = "exact"
+) -> Tiles:
+    """The tiles of a product of ``M`` rows, more than 16: the fastest by ``_microseconds``."""
+    plain = not form.has_zeros and (form.group == 0 or (precision == "exact" and not form.has_small_groups))
     candidates: list[Tiles] = []
     widest = min(max(32, next_power_of_2(M)), _widest(form))
     for one in TILES[form.bits]:
@@ -369,10 +368,12 @@ def select_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits,
             one = replace(one, in_turn=min(one.in_turn, 1))
         last = one.tiles(M, N) % limits.num_sms
         candidates += [one, *one.shared_by(last, limits.num_sms, cdiv(K, form.block))]
-    return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, exact, limits))
+    return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, precision, limits))
 
 
-def _microseconds(tile: Tiles, M: int, N: int, K: int, form: StoredForm, exact: bool, limits: DeviceLimits) -> float:
+def _microseconds(
+    tile: Tiles, M: int, N: int, K: int, form: StoredForm, precision: Precision, limits: DeviceLimits
+) -> float:
     """Roughly how long a product takes, without what is the same for all tiles. Tiles that aren't shared come first."""
     blocks = cdiv(K, form.block)
     rounds = float(cdiv(tile.tiles(M, N) - tile.shared, limits.num_sms) * blocks)
@@ -384,6 +385,6 @@ def _microseconds(tile: Tiles, M: int, N: int, K: int, form: StoredForm, exact: 
             slower, time = (APART_IN_A_ROW, time) if in_a_row else (APART, time + SECOND_PART)
         rounds += cdiv(tile.shared * blocks, tile.sharers) * slower
     block = BLOCK_TIMES[form.bits][tile.columns] + (ZEROS if form.has_zeros else 0)
-    if not exact and form.group > 0 and (form.scales_values or not tile.sums):
-        block += FLOAT32
+    if form.group > 0 and (form.scales_values or not tile.sums):
+        block += SCALING[precision]
     return time + rounds * block * form.block / 256

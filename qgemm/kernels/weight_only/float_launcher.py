@@ -278,7 +278,8 @@ def _make_plan(
         exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
         exact = exact and (not form.float_zeros or zero_point is None or zero_point.dtype == x.dtype)
         factors = [each for each in (scale, zero_point) if each is not None]
-        fits_tiles = N % 8 == 0 and most_rows(form, exact) >= M and all(_fits_tiles(form, each) for each in factors)
+        precision = form.precision(exact, x.dtype == torch.bfloat16)
+        fits_tiles = N % 8 == 0 and most_rows(form, precision) >= M and all(_fits_tiles(form, each) for each in factors)
         in_ring = fits_ring(M, K, form) and not (fits_tiles and prefers_tiles(M, N, K, form, limits))
         whole = _has_whole_blocks(form, K, *factors)
         form = replace(form, paired=_reads_pairs(form, K, scale), whole=whole)
@@ -291,7 +292,7 @@ def _make_plan(
             few_rows = select_few_rows(M, N, form, limits)
             return Plan((M, N), few_rows_launch(few_rows, form, M, N, K, strides, limits))
         if fits_tiles:
-            config = select_tiles(M, N, K, form, limits, exact)
+            config = select_tiles(M, N, K, form, limits, precision)
             if config.shared and x.is_cuda:
                 memory.keep_graph_counts(x.get_device())
             return tiles_plan(config, form, M, N, K, strides, x.dtype, limits)

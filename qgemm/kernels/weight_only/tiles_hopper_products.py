@@ -22,8 +22,10 @@ from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import load_block
 from qgemm.kernels.stages.unpack import (
     SCALED_BY,
+    codes_of_pairs,
     factors_of_codes,
     multiply_add,
+    of_codes,
     times_of_pairs,
     unpack_pairs,
     unpack_times,
@@ -60,9 +62,10 @@ def how_scaled(form, tile, scale, dtype):
 
 
 @constexpr_function
-def is_exact(scale, dtype):
-    """Whether all scales of dtype ``scale`` are values of ``dtype``."""
-    return scale == dtype or (scale.primitive_bitwidth == 8 and gl.bfloat16 == dtype)
+def precision_of_scales(form, scale, zero, dtype):
+    """``form.precision``. Exponents and e4m3 are exact in bfloat16. ``zero``: the dtype of zero points, or None."""
+    exact = scale == dtype or (scale.primitive_bitwidth == 8 and dtype == gl.bfloat16)
+    return form.precision(exact and (not form.float_zeros or zero == dtype), dtype == gl.bfloat16)
 
 
 @constexpr_function
@@ -70,6 +73,8 @@ def left_over(form, scaled, dtype):
     """The factor that unpacked values still lack; sums are multiplied by it in the end."""
     if scaled == "codes":
         return 1 / SCALED_BY.value
+    if form.has_zeros and not form.float_zeros:
+        return of_codes(form.name, dtype, 0)[2]
     return times_of_pairs(form.name, dtype) if form.bits == 8 else 1.0
 
 
@@ -176,6 +181,28 @@ def _settle(PANELS: gl.constexpr, accs):
 
 
 @gluon.jit
+def _unpacked(
+    packed, INDEX: gl.constexpr, zeros, ZERO: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A panel of a block without scales, divided by ``left_over``; integer zero points are subtracted."""
+    FORMAT: gl.constexpr = FORM.name
+    HALF: gl.constexpr = INDEX // 2 if FORM.bits == 4 else 0
+    if FORM.has_zeros and not FORM.float_zeros:
+        # One multiply-add for two values.
+        PARTS: gl.constexpr = of_codes(FORMAT, DTYPE, HALF)
+        codes = gl.convert_layout(codes_of_pairs(packed, HALF, FORMAT, DTYPE), LAYOUT, assert_trivial=True)
+        own = ()
+        each = of_groups(zeros, INDEX, ZERO, FORM, TILE)
+        for i in gl.static_range(len(each)):
+            own = own + (((each[i].to(gl.float32) + PARTS[1]) * (-1 / PARTS[2])).to(DTYPE),)
+        return multiply_add(codes, gl.full(codes.shape, PARTS[0], DTYPE, LAYOUT), spread(own, codes))
+    else:
+        w = unpack_pairs(packed, FORMAT, DTYPE)[HALF] if FORM.bits == 4 else widen_pairs(packed, FORMAT, DTYPE)
+        return gl.convert_layout(w, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def _values(
     packed, INDEX: gl.constexpr, factors, zeros, SCALE: gl.constexpr, ZERO: gl.constexpr, DTYPE: gl.constexpr,
     mma: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, SCALED: gl.constexpr,
@@ -185,34 +212,29 @@ def _values(
     ``packed``: the block's bytes, as pairs. Values are scaled if ``SCALED``, from ``how_scaled``, says so. ``SCALE``,
     ``ZERO``: the dtypes of scales and of zero points, if there are any.
     """
-    FORMAT: gl.constexpr = FORM.name
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    w = unpack_pairs(packed, FORMAT, DTYPE)[INDEX // 2] if FORM.bits == 4 else widen_pairs(packed, FORMAT, DTYPE)
-    w = gl.convert_layout(w, LAYOUT, assert_trivial=True)
-    if FORM.has_zeros and not FORM.float_zeros:
-        own = ()
-        each = of_groups(zeros, INDEX, ZERO, FORM, TILE)
-        for i in gl.static_range(len(each)):
-            own = own + ((each[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))).to(DTYPE),)
-        w = w - spread(own, w)
+    w = _unpacked(packed, INDEX, zeros, ZERO, DTYPE, FORM, TILE, gl.DotOperandLayout(0, mma, 2))
     if SCALED == "values":
-        # Exponents and e4m3 are exact in bfloat16. Otherwise the product is computed in float32 and rounded once.
-        EXACT: gl.constexpr = is_exact(SCALE, DTYPE) and (not FORM.float_zeros or ZERO == DTYPE)
-        own = ()
+        PRECISION: gl.constexpr = precision_of_scales(FORM, SCALE, ZERO, DTYPE)
+        INSIDE: gl.constexpr = gl.float32 if PRECISION == "float" else DTYPE
+        own, rest = (), ()
         each = of_groups(factors, INDEX, SCALE, FORM, TILE)
         for i in gl.static_range(len(each)):
-            own = own + ((scale_value(each[i]).to(DTYPE) if EXACT else scale_value(each[i])),)
-        scaled = w if EXACT else w.to(gl.float32)
+            scale = scale_value(each[i])
+            own = own + (scale.to(INSIDE),)
+            if PRECISION == "two":
+                rest = rest + ((scale - own[i].to(gl.float32)).to(DTYPE),)
+        w = w.to(INSIDE)
         if FORM.float_zeros:
             added = ()
             each = of_groups(zeros, INDEX, ZERO, FORM, TILE)
             for i in gl.static_range(len(each)):
-                zero = each[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))
-                added = added + ((zero.to(DTYPE) if EXACT else zero),)
-            scaled = multiply_add(scaled, spread(own, w), spread(added, w))
+                added = added + ((each[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))).to(INSIDE),)
+            w = multiply_add(w, spread(own, w), spread(added, w))
+        elif PRECISION == "two":
+            w = multiply_add(w, spread(own, w), w * spread(rest, w))
         else:
-            scaled = scaled * spread(own, w)
-        w = scaled.to(DTYPE)
+            w = w * spread(own, w)
+        w = w.to(DTYPE)
     return w
 
 

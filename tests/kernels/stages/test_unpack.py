@@ -150,6 +150,24 @@ def multiplied(program: str, factors: list[int]) -> Tensor:
     return torch.tensor(found).reshape(-1).to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
+@pytest.mark.parametrize(("format", "half"), [("int4", 0), ("int4", 1), ("int8", 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_assembly_of_codes(dtype: str, format: str, half: int) -> None:
+    """A multiply-add makes values less their zero points of them, exactly: with any zero point of as many bits."""
+    kind = DTYPES[dtype]
+    program = unpack.PTX.value[f"codes {format} {dtype} {half}"]
+    found = [execute(program, 2, word & 0xFFFF) for word in BYTES.view(torch.int16).tolist()]
+    codes = torch.tensor(found).reshape(-1).to(torch.int32).to(torch.int16).view(kind).double()
+    factor, offset, times = unpack.of_codes(format, getattr(tl, {"bf16": "bfloat16", "fp16": "float16"}[dtype]), half)
+    values = halves(torch.float32, "int4")[half] if format == "int4" else widened(torch.float32, "int8")
+    assert factor == torch.tensor(factor, dtype=kind).double()
+    for zero in range(-128, 128) if format == "int8" else range(-16, 17):
+        minus = torch.tensor(-(offset + zero) / times, dtype=kind).double()
+        expected = (values.double() - zero) / times
+        assert torch.equal(codes * factor + minus, expected)
+        assert torch.equal(expected.to(kind).double(), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_the_assembly_that_widens(format: str, dtype: str) -> None:
