@@ -235,6 +235,15 @@ def test_what_takes_registers_has_narrower_tiles() -> None:
         assert all(tile.in_turn == 1 for tile in tiles) == (form == zeros)
 
 
+def test_integer_zero_points_leave_two_blocks_in_turn() -> None:
+    """Where timed: with scales in the dtype of x and groups of 64 and more."""
+    zeros, eight = (replace(form, has_zeros=True) for form in (INT4, StoredForm("int8", 128)))
+    assert [select_tiles(M, 8192, 8192, zeros, H200).in_turn for M in (160, 192, 512)] == [1, 1, 2]
+    assert [select_tiles(M, 8192, 8192, eight, H200).in_turn for M in (160, 192, 512)] == [2, 2, 1]
+    assert select_tiles(512, 8192, 8192, zeros, H200, precision="two").in_turn == 1
+    assert select_tiles(512, 8192, 8192, replace(zeros, group=32), H200).in_turn == 1
+
+
 def test_scaling_in_float32_makes_wider_tiles_better() -> None:
     """Each tile unpacks the weight again."""
     assert select_tiles(384, 28672, 8192, INT4, H200).columns == 128

@@ -372,7 +372,7 @@ def widen_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 def of_codes(format, dtype, half):
     """``factor``, ``offset`` and ``times``: ``codes_of_pairs * factor - offset / times`` is ``q / times``, exactly.
 
-    So is what has a zero point added to the offset.
+    So it is with a zero point added to the offset.
     """
     if dtype == tl.bfloat16:
         return 2.0 ** (127 - 4 * half), 8 if format == "int4" else 128, 64.0

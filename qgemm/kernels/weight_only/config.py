@@ -350,11 +350,21 @@ def _widest(form: StoredForm) -> int:
     return 160 if form.group == 16 else 192
 
 
+def _in_turn(tile: Tiles, form: StoredForm, precision: Precision) -> int:
+    """``tile.in_turn`` for ``form``: what takes many instructions is faster in fewer blocks at a time."""
+    if _takes_registers(form):
+        return 1
+    exact = precision == "exact"
+    if not form.has_zeros and (form.group == 0 or (exact and not form.has_small_groups)):
+        return tile.in_turn
+    two = form.has_zeros and not form.float_zeros and exact and form.group >= 64
+    return min(tile.in_turn, 2 if two and (form.bits == 8 or tile.columns == 256) else 1)
+
+
 def select_tiles(
     M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits, precision: Precision = "exact"
 ) -> Tiles:
     """The tiles of a product of ``M`` rows, more than 16: the fastest by ``_microseconds``."""
-    plain = not form.has_zeros and (form.group == 0 or (precision == "exact" and not form.has_small_groups))
     candidates: list[Tiles] = []
     widest = min(max(32, next_power_of_2(M)), _widest(form))
     for one in TILES[form.bits]:
@@ -362,10 +372,7 @@ def select_tiles(
             continue
         if one.columns == 128 and one.staging != (2 if M <= 128 else 1):
             continue
-        if _takes_registers(form):
-            one = replace(one, in_turn=1)
-        elif not plain:
-            one = replace(one, in_turn=min(one.in_turn, 1))
+        one = replace(one, in_turn=_in_turn(one, form, precision))
         last = one.tiles(M, N) % limits.num_sms
         candidates += [one, *one.shared_by(last, limits.num_sms, cdiv(K, form.block))]
     return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, precision, limits))
