@@ -45,7 +45,7 @@ def weight_only_cases() -> Iterator[Case]:
         ("tiles int4 groups of 32", 256, 4096, "int4", 32, BF16, BF16, True),
         ("tiles wide mxfp4", 1024, 4096, "fp4", 32, torch.uint8, BF16, False),
         ("tiles wide int4 zeros", 1024, 4096, "int4", 128, BF16, BF16, True),
-        ("made int4", 2304, 4096, "int4", 128, HALF, BF16, False),
+        ("made int4", 2304, 4096, "int4", 128, torch.float32, HALF, False),
         ("few-floats int4", 16, 4096, "int4", 64, torch.float32, BF16, torch.float32),
         ("few-floats int4 whole groups", 8, 4096, "int4", 128, BF16, BF16, BF16),
         ("few-floats int8 channel", 1, 4096, "int8", 4096, HALF, HALF, HALF),

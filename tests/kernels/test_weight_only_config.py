@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from qgemm.kernels.stored_form import BLOCK_BYTES, StoredForm
+from qgemm.kernels.stored_form import BLOCK_BYTES, Precision, StoredForm
 from qgemm.kernels.weight_only.config import (
     FEW_ROWS_OF_ZEROS,
     MAX_COUNTS,
@@ -235,13 +235,19 @@ def test_what_takes_registers_has_narrower_tiles() -> None:
         assert all(tile.in_turn == 1 for tile in tiles) == (form == zeros)
 
 
-def test_integer_zero_points_leave_two_blocks_in_turn() -> None:
-    """Where timed: with scales in the dtype of x and groups of 64 and more."""
-    zeros, eight = (replace(form, has_zeros=True) for form in (INT4, StoredForm("int8", 128)))
-    assert [select_tiles(M, 8192, 8192, zeros, H200).in_turn for M in (160, 192, 512)] == [1, 1, 2]
-    assert [select_tiles(M, 8192, 8192, eight, H200).in_turn for M in (160, 192, 512)] == [2, 2, 1]
-    assert select_tiles(512, 8192, 8192, zeros, H200, precision="two").in_turn == 1
-    assert select_tiles(512, 8192, 8192, replace(zeros, group=32), H200).in_turn == 1
+def test_blocks_in_turn() -> None:
+    """Of int8 with zero points two, where scales are of the dtype of x; else one of what isn't plain."""
+
+    def in_turn(form: StoredForm, precision: Precision = "exact") -> list[int]:
+        return [select_tiles(M, 8192, 8192, form, H200, precision).in_turn for M in (160, 192, 512)]
+
+    eight, channel = StoredForm("int8", 128), StoredForm("int4", 0)
+    assert in_turn(INT4) == in_turn(channel) == in_turn(channel, "float") == [4, 2, 2]
+    assert in_turn(replace(INT4, has_zeros=True)) == in_turn(replace(channel, has_zeros=True)) == [1, 1, 1]
+    assert in_turn(replace(INT4, group=64)) == in_turn(INT4, "two") == [1, 1, 1]
+    assert in_turn(eight) == [4, 4, 1]
+    assert in_turn(replace(eight, has_zeros=True)) == [2, 2, 1]
+    assert in_turn(replace(eight, has_zeros=True), "two") == [1, 1, 1]
 
 
 def test_scaling_in_float32_makes_wider_tiles_better() -> None:

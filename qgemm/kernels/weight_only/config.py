@@ -354,11 +354,10 @@ def _in_turn(tile: Tiles, form: StoredForm, precision: Precision) -> int:
     """``tile.in_turn`` for ``form``: what takes many instructions is faster in fewer blocks at a time."""
     if _takes_registers(form):
         return 1
-    exact = precision == "exact"
-    if not form.has_zeros and (form.group == 0 or (exact and not form.has_small_groups)):
+    plain = form.group == 0 or (precision == "exact" and not form.has_small_groups)
+    if plain and not form.has_zeros:
         return tile.in_turn
-    two = form.has_zeros and not form.float_zeros and exact and form.group >= 64
-    return min(tile.in_turn, 2 if two and (form.bits == 8 or tile.columns == 256) else 1)
+    return min(tile.in_turn, 2 if plain and form.bits == 8 and not form.float_zeros else 1)
 
 
 def select_tiles(
