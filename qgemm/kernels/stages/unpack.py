@@ -9,7 +9,9 @@ conversions take several for each.
 - fp4, fp8: sign, exponent and mantissa are moved into place, and the product by a power of two gives the exponent the
   other bias.
 - nf4, as any codebook: looked up byte by byte in a table of 16 values, which registers hold.
-- int8 as bfloat16: ``128 + q mod 128``, minus 128 or 256; pairs, as in ``unpack_words``, a 64th.
+- int8 as bfloat16: ``128 + q mod 128``, minus 128 or 256.
+- pairs of int4 and int8: the code's bits as those of a small number, from which one multiply-add makes a value, or in
+  bfloat16 a 64th of it, less the zero point.
 
 ``FORMAT`` is a format's name. A tile of fp8 is given as uint8, by its bits, and none is NaN. The functions accept any
 layout, so Triton and Gluon kernels share them.
@@ -157,13 +159,8 @@ def _programs():
         for format in OF_8_BITS:
             found[f"{format} {name}"] = " ".join(widened(format, kind, "$2", pair, f"${pair}") for pair in (0, 1))
             found[f"{format} {name} pair"] = widened(format, kind, "$2", 0, "u") + " mov.b32 {$0, $1}, u;"
-    # 128 + q, as the bits of a bfloat16, is that many of the smallest steps, 2^-133. Times 2^127, minus 2: a 64th of q.
-    codes = "prmt.b32 t, $2, 0, 0x4140; xor.b32 t, t, 0x00800080;"
-    found["codes int8 bf16 0"] = codes + " mov.b32 {$0, $1}, t;"
-    found["int8 bf16 pair"] = (
-        codes + " mov.b32 a, 0x7F007F00; mov.b32 b, 0xC000C000; fma.rn.bf16x2 u, t, a, b; mov.b32 {$0, $1}, u;"
-    )
-    found["codes int8 fp16 0"] = "prmt.b32 t, $2, 0, 0x4140; xor.b32 t, t, 0x64806480; mov.b32 {$0, $1}, t;"
+    for name, flip in (("bf16", "0x00800080"), ("fp16", "0x64806480")):
+        found[f"codes int8 {name} 0"] = f"prmt.b32 t, $2, 0, 0x4140; xor.b32 t, t, {flip}; mov.b32 {{$0, $1}}, t;"
     return {name: "{ .reg .b32 t, s, m, a, b, c, u, v; " + text + " }" for name, text in found.items()}
 
 
@@ -341,18 +338,9 @@ def unpack_times(pairs, factor, added, FORMAT: tl.constexpr, HALF: tl.constexpr)
     return tl.join(a, b).reshape(SHAPE)
 
 
-@constexpr_function
-def times_of_pairs(format, dtype):
-    """What ``widen_pairs`` leaves to be multiplied by."""
-    return 64.0 if format == "int8" and dtype == tl.bfloat16 and assembly(format, dtype) is not None else 1.0
-
-
 @triton.jit
 def widen_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """As ``widen``, of two neighbouring bytes in each uint16, ``[n, k]``: a tile ``[n, 2 k]``, over ``times_of_pairs``.
-
-    Of int8 as bfloat16 a 64th takes 3 instructions for two values, where the values themselves take 4.
-    """
+    """As ``widen``, of two neighbouring bytes in each uint16, ``[n, k]``: a tile ``[n, 2 k]``."""
     ASSEMBLY: tl.constexpr = assembly(FORMAT, DTYPE, " pair")
     SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
     if ASSEMBLY is not None:
@@ -372,7 +360,7 @@ def widen_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 def of_codes(format, dtype, half):
     """``factor``, ``offset`` and ``times``: ``codes_of_pairs * factor - offset / times`` is ``q / times``, exactly.
 
-    So it is with a zero point added to the offset.
+    So it is with a zero point added to the offset. In bfloat16, codes are that many of the smallest steps, 2^-133.
     """
     if dtype == tl.bfloat16:
         return 2.0 ** (127 - 4 * half), 8 if format == "int4" else 128, 64.0

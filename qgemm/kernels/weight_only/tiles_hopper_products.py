@@ -26,7 +26,6 @@ from qgemm.kernels.stages.unpack import (
     factors_of_codes,
     multiply_add,
     of_codes,
-    times_of_pairs,
     unpack_pairs,
     unpack_times,
     unpack_times_scale,
@@ -73,9 +72,7 @@ def left_over(form, scaled, dtype):
     """The factor that unpacked values still lack; sums are multiplied by it in the end."""
     if scaled == "codes":
         return 1 / SCALED_BY.value
-    if form.has_zeros and not form.float_zeros:
-        return of_codes(form.name, dtype, 0)[2]
-    return times_of_pairs(form.name, dtype) if form.bits == 8 else 1.0
+    return of_codes(form.name, dtype, 0)[2] if form.name in ("int4", "int8") else 1.0
 
 
 @constexpr_function
@@ -188,15 +185,22 @@ def _unpacked(
     """A panel of a block without scales, divided by ``left_over``; integer zero points are subtracted."""
     FORMAT: gl.constexpr = FORM.name
     HALF: gl.constexpr = INDEX // 2 if FORM.bits == 4 else 0
-    if FORM.has_zeros and not FORM.float_zeros:
+    if FORMAT == "int4" or FORMAT == "int8":
         # One multiply-add for two values.
-        PARTS: gl.constexpr = of_codes(FORMAT, DTYPE, HALF)
-        codes = gl.convert_layout(codes_of_pairs(packed, HALF, FORMAT, DTYPE), LAYOUT, assert_trivial=True)
-        own = ()
-        each = of_groups(zeros, INDEX, ZERO, FORM, TILE)
-        for i in gl.static_range(len(each)):
-            own = own + (((each[i].to(gl.float32) + PARTS[1]) * (-1 / PARTS[2])).to(DTYPE),)
-        return multiply_add(codes, gl.full(codes.shape, PARTS[0], DTYPE, LAYOUT), spread(own, codes))
+        OF_CODES: gl.constexpr = of_codes(FORMAT, DTYPE, HALF)
+        FACTOR: gl.constexpr = OF_CODES[0]
+        STEP: gl.constexpr = -1 / OF_CODES[2]
+        MINUS: gl.constexpr = OF_CODES[1] * STEP
+        w = gl.convert_layout(codes_of_pairs(packed, HALF, FORMAT, DTYPE), LAYOUT, assert_trivial=True)
+        if FORM.has_zeros and not FORM.float_zeros:
+            own = ()
+            each = of_groups(zeros, INDEX, ZERO, FORM, TILE)
+            for i in gl.static_range(len(each)):
+                own = own + ((each[i].to(gl.float32) * STEP + MINUS).to(DTYPE),)
+            minus = spread(own, w)
+        else:
+            minus = gl.full(w.shape, MINUS, DTYPE, LAYOUT)
+        return multiply_add(w, gl.full(w.shape, FACTOR, DTYPE, LAYOUT), minus)
     else:
         w = unpack_pairs(packed, FORMAT, DTYPE)[HALF] if FORM.bits == 4 else widen_pairs(packed, FORMAT, DTYPE)
         return gl.convert_layout(w, LAYOUT, assert_trivial=True)
