@@ -7,7 +7,9 @@ only biases follow. Code around a layer that reads its weight gets a view that r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -104,8 +106,7 @@ class QuantLayer(nn.Module):
             return value
         if torch.compiler.is_compiling():
             return TracedWeight(value, self.layer_name)
-        # On meta there are no values to read, and code that loads and saves compares parameters by identity.
-        if type(value) is not nn.Parameter or value.is_meta:
+        if type(value) is not nn.Parameter or _wants_parameter(sys._getframe(1), value.is_meta):
             return value
         return StoredWeight(value, self.layer_name)
 
@@ -199,6 +200,16 @@ class QuantLayer(nn.Module):
             self.take_dtype(name, value.dtype)
         super()._load_from_state_dict({**state_dict, **scales} if scales else state_dict, prefix, *args)
         self.settle()
+
+
+def _wants_parameter(caller: FrameType, is_meta: bool) -> bool:
+    """Whether the code that reads an attribute needs the parameter itself, not a ``StoredWeight``.
+
+    accelerate does, because it casts new values to the dtype that it finds; and so does ``get_parameter`` on meta,
+    where transformers knows parameters by identity.
+    """
+    package = str(caller.f_globals.get("__name__")).partition(".")[0]
+    return package == "accelerate" or (is_meta and package == "torch")
 
 
 def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:
