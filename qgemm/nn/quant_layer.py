@@ -7,7 +7,10 @@ only biases follow. Code around a layer that reads its weight gets a view that r
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -104,8 +107,7 @@ class QuantLayer(nn.Module):
             return value
         if torch.compiler.is_compiling():
             return TracedWeight(value, self.layer_name)
-        # On meta there are no values to read, and code that loads and saves compares parameters by identity.
-        if type(value) is not nn.Parameter or value.is_meta:
+        if type(value) is not nn.Parameter or _wants_parameter(sys._getframe(1), value.is_meta):
             return value
         return StoredWeight(value, self.layer_name)
 
@@ -114,6 +116,27 @@ class QuantLayer(nn.Module):
         super().__setattr__(name, value.stored if type(value) is StoredWeight else value)
         if self.merged is not None and name in self._parameters:
             self.merged.let_go()
+
+    def __delattr__(self, name: str) -> None:
+        """As in ``nn.Module``; raises ``RuntimeError`` for quantized values, which a parametrization would replace."""
+        if name in self._parameters:
+            self._check_may_replace(name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in ``nn.Module``; raises ``RuntimeError`` where quantized values would be pruned."""
+        if name.endswith("_orig"):  # as torch.nn.utils.prune calls what it prunes
+            self._check_may_replace(name.removesuffix("_orig"))
+        super().register_parameter(name, param)
+
+    def _check_may_replace(self, name: str) -> None:
+        if name in type(self).weight_names:
+            layer = self.layer_name
+            raise RuntimeError(
+                f"{layer or 'a layer'} is quantized: its weight can't be parametrized or pruned. Do that to the float "
+                "layer, and make it permanent (remove_parametrizations, prune.remove) before you quantize; or leave "
+                f"the layer in float (skip={layer or 'its name'!r} in quantize_model)"
+            )
 
     def stored(self, name: str) -> Any:
         """A parameter itself, with its stored values."""
@@ -161,6 +184,17 @@ class QuantLayer(nn.Module):
             )
         return super().requires_grad_(False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes, for ``pickle`` and ``deepcopy``; float8 parameters as what ``pickle`` can write."""
+        own = {name: _Float8.of(parameter) for name, parameter in self._parameters.items()}
+        return {**vars(self), "_parameters": own}
+
+    def __copy__(self: Layer) -> Layer:
+        """A layer with the same attributes, as of any module."""
+        other = self.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
     def _apply(self: Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
         # .to(dtype), .half() and .type() would cast values that only make sense in their dtype; only the device
         # changes.
@@ -199,6 +233,41 @@ class QuantLayer(nn.Module):
             self.take_dtype(name, value.dtype)
         super()._load_from_state_dict({**state_dict, **scales} if scales else state_dict, prefix, *args)
         self.settle()
+
+
+class _Float8:
+    """A float8 parameter while a layer is pickled: as bytes, because ``pickle`` by itself can't write float8."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter | None) -> Any:
+        """``parameter``, wrapped if it is float8."""
+        if type(parameter) is nn.Parameter and parameter.dtype == FP8.storage:
+            return cls(parameter)
+        return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied: nn.Parameter = copy.deepcopy(self._parameter, memo)
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _from_bytes, (self._parameter.detach().view(torch.uint8),)
+
+
+def _from_bytes(stored: Tensor) -> nn.Parameter:
+    return frozen(stored.view(FP8.storage))
+
+
+def _wants_parameter(caller: FrameType, is_meta: bool) -> bool:
+    """Whether the code that reads an attribute needs the parameter itself, not a ``StoredWeight``.
+
+    accelerate does, because it casts new values to the dtype that it finds; and so does ``get_parameter`` on meta,
+    where transformers knows parameters by identity.
+    """
+    package = str(caller.f_globals.get("__name__")).partition(".")[0]
+    return package == "accelerate" or (is_meta and package == "torch")
 
 
 def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:
