@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 
 ROTARY_FACTORS = "rope_freqs.weight"
 """The tensor by whose values rotary frequencies are divided, in files of Llama 3.1 and later."""
@@ -116,9 +116,7 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
             (small := Path(folder) / path.name).write_bytes(header)
             config: dict[str, Any] = load_gguf_checkpoint(str(small))["config"]
     except Exception as error:  # transformers' code may raise anything for unexpected settings
-        raise unsupported(
-            f"{path}: transformers can't read the settings of its model: {str(error).rstrip('.')}"
-        ) from error
+        raise unsupported(f"{path}: transformers can't read the settings of its model: {said_by(error)}") from error
     is_mixtral = architecture == "llama" and bool(settings.get("llama.expert_count", 0))
     if architecture == "llama":  # where transformers says mistral, it has no names
         config["model_type"] = _MIXTRAL if is_mixtral else "llama"
