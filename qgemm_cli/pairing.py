@@ -131,7 +131,7 @@ def _in_files(checkpoint: Checkpoint, source: Source, files: OpenFiles) -> dict[
     schemes = {} if contents is None else contents.manifest.layers
     parts = None if contents is None or not contents.is_foreign else PartReader(contents, files)
     for layer in find_layers(checkpoint):
-        if parts is not None and layer.name in schemes:
+        if parts is not None and layer.name in schemes and layer.full_name("weight") in parts.contents.headers:
             in_files.update(_of_foreign(layer, source, parts))
         else:
             in_files.update(_of_layer(layer, source, schemes.get(layer.module if parts is None else layer.name)))

@@ -234,6 +234,24 @@ def test_scales_of_static_activations_are_compared(tmp_path: Path) -> None:
     assert "x.layers.0.up.input_scale: relative error 0.2" in found["differences"][0]
 
 
+def test_a_name_without_a_module(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "a", {"bias": torch.ones(2), ".bias": torch.ones(3), "x.y": torch.ones(4)})
+    found = run_json("compare", folder, folder)
+    assert {layer["name"]: layer["shape"] for layer in found["layers"]} == {"bias": [2], ".bias": [3], "x.y": [4]}
+
+
+def test_experts_of_which_a_weight_is_missing(tmp_path: Path) -> None:
+    experts = "model.layers.0.feed_forward.experts"
+    tensors = {
+        f"{experts}.gate_up_proj": torch.ones(2, 16, 32).to(torch.float8_e4m3fn),
+        f"{experts}.gate_up_proj_scale": torch.ones(2, 1, 32),
+        f"{experts}.down_proj_scale": torch.ones(2, 16, 1),
+    }
+    folder = write_checkpoint(tmp_path / "a", tensors, {"quant_method": "fbgemm_fp8"})
+    found = run_json("compare", folder, folder)
+    assert [layer["name"] for layer in found["layers"]] == [f"{experts}.down_proj_scale", f"{experts}.gate_up_proj"]
+
+
 def test_a_prefix_on_all_names_is_seen_through() -> None:
     names = [f"layers.{i}.{leaf}.weight" for i in range(3) for leaf in ("up", "down")]
     inside = [f"model.{name}" for name in names]
