@@ -33,9 +33,7 @@ def check(result: Result) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [make_good, make_every_foreign])
-def test_inspect_and_compare(
-    make: Callable[[Path], list[Good]], tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+def test_inspect_and_compare(make: Callable[[Path], list[Good]], tmp_path: Path, pytestconfig: pytest.Config) -> None:
     cases = COMPLETE_CASES if pytestconfig.getoption("--complete") else CASES
     (tmp_path / "good").mkdir()
     good = make(tmp_path / "good")
