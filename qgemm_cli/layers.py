@@ -110,7 +110,7 @@ def find_layers(checkpoint: Checkpoint) -> list[StoredLayer]:
         if match := _FOUR_BIT_STATE.fullmatch(name):
             module, leaf = match.groups()
         else:
-            module, _, leaf = name.rpartition(".")
+            module, _, leaf = name.rpartition(".") if name.rfind(".") > 0 else ("", "", name)
         modules.setdefault(module, {})[leaf] = tensor
     bits, contents = checkpoint.bits or 4, checkpoint.contents
     return [layer for name, tensors in modules.items() for layer in _layers_of(name, tensors, bits, contents)]

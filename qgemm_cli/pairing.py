@@ -14,9 +14,10 @@ from itertools import product
 import torch
 from torch import nn
 
-from qgemm.checkpoint.contents import Contents, check_unheld
+from qgemm.checkpoint.contents import Contents, PartReader, check_unheld
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.recognition import FP8_DTYPES
+from qgemm.checkpoint.safetensors_file import OpenFiles
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
 from qgemm.nn import QuantExperts, QuantLinear, linear_class
 from qgemm.nn.block_scaled import BlockScaledLinear
@@ -46,15 +47,15 @@ class Pairing:
         return sum(math.prod(self.b[name].shape) for name in self.names_in_a)
 
 
-def pair_weights(a: Checkpoint, b: Checkpoint, source_a: Source, source_b: Source) -> Pairing:
+def pair_weights(a: Checkpoint, b: Checkpoint, source_a: Source, source_b: Source, files: OpenFiles) -> Pairing:
     """Pairs tensors by the names that give the most in common: those of the model, or those in the files.
 
-    Integers that aren't quantized weights are left out. Raises ``CheckpointError`` if the two have no tensor in common,
-    and for weights in a format that isn't dequantized here.
+    Integers that aren't quantized weights are left out. ``files``: what other libraries' tensors are read from. Raises
+    ``CheckpointError`` if the two have no tensor in common, and for weights in a format that isn't dequantized here.
     """
     pairings = [
         _pair(weights_a, weights_b, {} if b.contents is None else b.contents.manifest.tied)
-        for weights_a, weights_b in product(_find_weights(a, source_a), _find_weights(b, source_b))
+        for weights_a, weights_b in product(_find_weights(a, source_a, files), _find_weights(b, source_b, files))
     ]
     best = max(pairings, key=lambda pairing: (pairing.values, len(pairing.names_in_a)))
     if not best.names_in_a:
@@ -70,22 +71,22 @@ def _pair(a: dict[str, FloatTensor], b: dict[str, FloatTensor], tied_in_b: dict[
     )
 
 
-def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, FloatTensor]]:
+def _find_weights(checkpoint: Checkpoint, source: Source, files: OpenFiles) -> list[dict[str, FloatTensor]]:
     """The tensors of ``checkpoint`` by the model's names, if they are known, and by the names in the files."""
     contents = checkpoint.contents
     if checkpoint.gguf is not None and contents is None:
         raise CheckpointError(checkpoint.refusal)
     if contents is not None and checkpoint.is_foreign:
-        by_model = _of_model(checkpoint, contents)
+        by_model = _of_model(checkpoint, contents, files)
         if checkpoint.gguf is not None:
             return [by_model]
         try:
-            return [by_model, _in_files(checkpoint, source)]
+            return [by_model, _in_files(checkpoint, source, files)]
         except CheckpointError:
             if not by_model:
                 raise
             return [by_model]
-    in_files = _in_files(checkpoint, source)
+    in_files = _in_files(checkpoint, source, files)
     if checkpoint.format == FLOAT and checkpoint.config:
         try:
             loading = plan_loading(source, drop=["*"])
@@ -96,7 +97,7 @@ def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, Floa
     return [in_files]
 
 
-def _of_model(checkpoint: Checkpoint, contents: Contents) -> dict[str, FloatTensor]:
+def _of_model(checkpoint: Checkpoint, contents: Contents, files: OpenFiles) -> dict[str, FloatTensor]:
     """The tensors of another library's checkpoint, as ``load_quantized`` makes them; empty if the model can't be built.
 
     Experts have the names and the order of ``QuantExperts``. Raises ``CheckpointError`` also for invalid values in
@@ -109,30 +110,31 @@ def _of_model(checkpoint: Checkpoint, contents: Contents) -> dict[str, FloatTens
         return {}
     check_unheld(found.contents)
     contents, tensors = found.contents, dict[str, FloatTensor]()
+    parts = PartReader(contents, files)
     for name, layer in found.layers.items():
         if isinstance(layer, QuantExperts):
             for leaf in layer.weight_names:
-                tensors[f"{name}.{leaf}"] = ConvertedExperts(contents, name, layer, leaf)
+                tensors[f"{name}.{leaf}"] = ConvertedExperts(parts, name, layer, leaf)
         else:
-            tensors[f"{name}.weight"] = Converted(contents, name)
+            tensors[f"{name}.weight"] = Converted(parts, name)
     for name, header in contents.headers.items():
         layer_name, leaf = split_name(name)
         is_part = layer_name in found.layers and not leaf.endswith(("bias", "input_scale"))
         if not is_part and header.dtype in FLOAT_DTYPES:
-            tensors[name] = Made(contents, name)
+            tensors[name] = Made(parts, name)
     return tensors
 
 
-def _in_files(checkpoint: Checkpoint, source: Source) -> dict[str, FloatTensor]:
+def _in_files(checkpoint: Checkpoint, source: Source, files: OpenFiles) -> dict[str, FloatTensor]:
     in_files: dict[str, FloatTensor] = {}
     contents = checkpoint.contents
     schemes = {} if contents is None else contents.manifest.layers
+    parts = None if contents is None or not contents.is_foreign else PartReader(contents, files)
     for layer in find_layers(checkpoint):
-        if contents is not None and contents.is_foreign and layer.name in schemes:
-            in_files.update(_of_foreign(layer, source, contents))
+        if parts is not None and layer.name in schemes and layer.full_name("weight") in parts.contents.headers:
+            in_files.update(_of_foreign(layer, source, parts))
         else:
-            is_own = contents is not None and not contents.is_foreign
-            in_files.update(_of_layer(layer, source, schemes.get(layer.module if is_own else layer.name)))
+            in_files.update(_of_layer(layer, source, schemes.get(layer.module if parts is None else layer.name)))
     return in_files
 
 
@@ -180,12 +182,12 @@ def _of_layer(layer: StoredLayer, source: Source, scheme: QuantScheme | None) ->
             yield layer.full_name(leaf), _as_stored(source, layer.full_name(leaf))
 
 
-def _of_foreign(layer: StoredLayer, source: Source, contents: Contents) -> Iterable[tuple[str, FloatTensor]]:
-    yield layer.full_name("weight"), Converted(contents, layer.name)
+def _of_foreign(layer: StoredLayer, source: Source, parts: PartReader) -> Iterable[tuple[str, FloatTensor]]:
+    yield layer.full_name("weight"), Converted(parts, layer.name)
     for leaf, tensor in layer.tensors.items():
         name = layer.full_name(leaf)
         is_float = tensor.dtype in FLOAT_DTYPES
-        if is_float and (leaf == "input_scale" or (name not in contents.conversions and leaf != "weight_scale")):
+        if is_float and (leaf == "input_scale" or (name not in parts.contents.conversions and leaf != "weight_scale")):
             yield name, _as_stored(source, name)
 
 

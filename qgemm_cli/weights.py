@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from qgemm.checkpoint.contents import Contents, read_converted
+from qgemm.checkpoint.contents import PartReader
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.nn import QuantExperts, QuantLayer
@@ -126,11 +126,12 @@ class RestoredExperts(FloatTensor):
 class Converted(FloatTensor):
     """The weight of a layer in another library's own form, as qgemm loads it."""
 
-    def __init__(self, contents: Contents, layer: str) -> None:
-        """``layer``: the name of one in ``contents``."""
+    def __init__(self, parts: PartReader, layer: str) -> None:
+        """``layer``: the name of one in the contents that ``parts`` reads."""
+        contents = parts.contents
         N, K = contents.shapes.get(layer) or contents.headers[f"{layer}.weight"].shape
         super().__init__((N, K), torch.float32, self._read)
-        self._contents, self._name = contents, layer
+        self._parts, self._name = parts, layer
         scheme = contents.manifest.layers[layer]
         self._layer = meta_linear(scheme, K, N)
         self._is_read = False
@@ -139,7 +140,7 @@ class Converted(FloatTensor):
         """Makes the whole weight the first time."""
         if not self._is_read:
             names = {f"{self._name}.{leaf}": leaf for leaf, _ in self._layer.named_parameters(recurse=False)}
-            for name, value in _read_made(self._contents, names, self._layer).items():
+            for name, value in _read_made(self._parts, names, self._layer).items():
                 setattr(self._layer, names[name], frozen(value))
             self._is_read = True
         layer = self._layer
@@ -152,15 +153,15 @@ class Converted(FloatTensor):
 class Made(FloatTensor):
     """A tensor of the model that another library's files have in another form, or under another name."""
 
-    def __init__(self, contents: Contents, name: str) -> None:
-        """``name``: in the model that ``contents`` was fitted to."""
-        super().__init__(contents.headers[name].shape or (1,), torch.float32, self._read)
-        self._contents, self._name = contents, name
+    def __init__(self, parts: PartReader, name: str) -> None:
+        """``name``: in the model that the contents of ``parts`` were fitted to."""
+        super().__init__(parts.contents.headers[name].shape or (1,), torch.float32, self._read)
+        self._parts, self._name = parts, name
         self._value: Tensor | None = None
 
     def _read(self, start: int, stop: int) -> Tensor:
         """Makes the whole tensor the first time."""
-        value = _read_made(self._contents, {self._name: ""})[self._name] if self._value is None else self._value
+        value = _read_made(self._parts, {self._name: ""})[self._name] if self._value is None else self._value
         self._value = None if stop == self.row_count else value
         return value.reshape(self.shape)[start:stop].float()
 
@@ -168,12 +169,12 @@ class Made(FloatTensor):
 class ConvertedExperts(FloatTensor):
     """A weight of all experts, ``[E, N, K]``, that another library stored one by one, or in a form of its own."""
 
-    def __init__(self, contents: Contents, name: str, experts: QuantExperts, leaf: str) -> None:
-        """``experts``: the module on meta, called ``name`` in the model that ``contents`` was fitted to."""
+    def __init__(self, parts: PartReader, name: str, experts: QuantExperts, leaf: str) -> None:
+        """``experts``: the module on meta, called ``name`` in the model that what ``parts`` reads was fitted to."""
         like = experts.linear_of(leaf)
         super().__init__((experts.num_experts, like.out_features, like.in_features), torch.float32, self._read)
         self.stored = StoredLayer(f"{name}.{leaf}", "experts", experts.scheme.of(leaf).weight.dtype, self.shape, {})
-        self._contents, self._experts, self._leaf = contents, experts, leaf
+        self._parts, self._experts, self._leaf = parts, experts, leaf
         held = [own for own, _ in experts.named_parameters(recurse=False) if own.startswith(leaf)]
         self._names = {f"{name}.{own}": own for own in held if own != f"{leaf}_bias"}
         self._is_read = False
@@ -181,7 +182,7 @@ class ConvertedExperts(FloatTensor):
     def _read(self, start: int, stop: int) -> Tensor:
         """Reads all experts, in stored form, the first time."""
         if not self._is_read:
-            for name, value in _read_made(self._contents, self._names, self._experts).items():
+            for name, value in _read_made(self._parts, self._names, self._experts).items():
                 setattr(self._experts, self._names[name], frozen(value))
             self._is_read = True
         linears = (self._experts.linear_of(self._leaf, expert) for expert in range(start, stop))
@@ -193,16 +194,16 @@ class ConvertedExperts(FloatTensor):
         return made
 
 
-def _read_made(contents: Contents, names: dict[str, str], layer: QuantLayer | None = None) -> dict[str, Tensor]:
+def _read_made(parts: PartReader, names: dict[str, str], layer: QuantLayer | None = None) -> dict[str, Tensor]:
     """The model's tensors ``names``, put together from what conversions make; checked if they are a ``layer``'s.
 
     ``names``: with the layer's name for each.
     """
     found: dict[str, Tensor] = {}
-    for target, value in read_converted(contents, torch.device("cpu"), only=names):
+    for target, value in parts.read(names):
         if target.name in names:
             if layer is not None:
-                contents.check_value(target, layer, names[target.name], value)
+                parts.contents.check_value(target, layer, names[target.name], value)
             target.put_into(found, value)
     return found
 

@@ -85,21 +85,7 @@ def tensors_to_write(
                 f"{ways_out(layer.scheme, layers, _fits)}"
             )
         _check_sizes(name, layer, layers)
-    experts = {name: layer for name, layer in layers.items() if isinstance(layer, QuantExperts)}
-    if unread := [
-        name for name, each in experts.items() if format_of(each.scheme) == INT and not each.activation.gated
-    ]:
-        warn_user(
-            "transformers reads no int8 experts of compressed-tensors, and would fill those without gates, such as "
-            f"{unread[0]}, with random numbers, without an error. qgemm.load_quantized reads them. For "
-            'from_pretrained, save the model with format="qgemm"'
-        )
-    if lossy := [name for name in experts if format_of(layers[name].scheme) == NVFP4]:
-        warn_user(
-            f"transformers leaves out the global scales of nvfp4 experts, such as {lossy[0]}, where it reads "
-            "compressed-tensors, and would give wrong outputs without an error. qgemm.load_quantized reads them. For "
-            'from_pretrained, save the model with format="qgemm"'
-        )
+    _warn_of_experts({name: layer for name, layer in layers.items() if isinstance(layer, QuantExperts)})
     _warn_of_broken_groups(layers)
     for name, layer, shape, own in single_layers(model, layers, written):
         made = _tensors_of(layer.scheme, shape, own)
@@ -110,6 +96,33 @@ def tensors_to_write(
             made["bias"] = own["bias"]
         written.update({f"{name}.{leaf}": tensor for leaf, tensor in made.items()})
     return written
+
+
+def _warn_of_experts(experts: dict[str, QuantExperts]) -> None:
+    """Warns about experts that transformers would read as something else, mostly without an error."""
+    if unread := [
+        name for name, each in experts.items() if format_of(each.scheme) == INT and not each.activation.gated
+    ]:
+        warn_user(
+            "transformers reads no int8 experts of compressed-tensors, and would fill those without gates, such as "
+            f"{unread[0]}, with random numbers, without an error. qgemm.load_quantized reads them. For "
+            'from_pretrained, save the model with format="qgemm"'
+        )
+    if lossy := [name for name in experts if format_of(experts[name].scheme) == NVFP4]:
+        warn_user(
+            f"transformers leaves out the global scales of nvfp4 experts, such as {lossy[0]}, where it reads "
+            "compressed-tensors, and would give wrong outputs without an error. qgemm.load_quantized reads them. For "
+            'from_pretrained, save the model with format="qgemm"'
+        )
+    weights = {layer.scheme.weight: name for name, layer in experts.items()}
+    if len(weights) > 1 and any(weight.dtype != "fp8" for weight in weights):
+        first, second = list(weights.values())[:2]
+        warn_user(
+            "transformers reads all experts of compressed-tensors in one scheme. "
+            f"{first} has {experts[first].scheme.name!r}, and {second} {experts[second].scheme.name!r}, so it would "
+            "fail, or give wrong outputs without an error. qgemm.load_quantized reads them. For from_pretrained, save "
+            'the model with format="qgemm"'
+        )
 
 
 def _warn_of_broken_groups(layers: dict[str, QuantLayer]) -> None:

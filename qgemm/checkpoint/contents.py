@@ -4,12 +4,13 @@ A format's reader makes it from the config and the headers of the files, before 
 the tensors that the model holds in another form are converted: one tensor by itself (``convert``), several together
 (``convert_together``), one that is only checked (``look_at``), or one that isn't needed (``pass_over``). Renaming
 tensors and putting experts together then change where the results go, but not how they are made. ``read_converted``
-makes them, on any device; a caller that wants only some of them must also call ``check_unheld``.
+makes them, on any device; a caller that wants only some of them must also call ``check_unheld``. ``PartReader`` makes
+them one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError, raised
 from qgemm.checkpoint.manifest import Manifest
-from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
+from qgemm.checkpoint.safetensors_file import OpenFiles, StoredTensor, read_values
 from qgemm.nn import QuantLayer
 
 
@@ -349,6 +350,30 @@ def read_converted(
     yield from _converted(contents, order, device, on_read, on_problem)
 
 
+class PartReader:
+    """Reads tensors of the model on the CPU, some at a time, in any order, from files that stay open.
+
+    What a call takes depends on what it reads, not on the size of ``contents``, which must not change any more.
+    """
+
+    def __init__(self, contents: Contents, files: OpenFiles) -> None:
+        """``files``: closed by the caller."""
+        self.contents = contents
+        self._files = files
+        self._sources: dict[str, dict[str, StoredTensor]] = {}  # of each tensor of the model
+        for name in contents.stored:
+            conversion = contents.conversion_of(name)
+            if name == conversion.sources[0]:
+                stored = {source: contents.stored[source] for source in conversion.sources}
+                for target in filter(None, conversion.targets):
+                    self._sources.setdefault(target.name, {}).update(stored)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[Target, Tensor]]:
+        """As ``read_converted`` for ``only`` these ``names``."""
+        order = {source: tensor for name in names for source, tensor in self._sources.get(name, {}).items()}
+        yield from _converted(self.contents, order, torch.device("cpu"), lambda nbytes: None, raised, self._files)
+
+
 def check_unheld(
     contents: Contents,
     on_read: Callable[[int], object] = lambda nbytes: None,
@@ -366,10 +391,11 @@ def _converted(
     device: torch.device,
     on_read: Callable[[int], object],
     on_problem: Callable[[CheckpointError], object],
+    files: OpenFiles | None = None,
 ) -> Iterator[tuple[Target, Tensor]]:
     """The results for the tensors in ``order``, which contains all sources of each conversion."""
     waiting: dict[str, dict[str, Tensor]] = {}  # by the first source of each conversion
-    for name_in_file, value in read_values(order, device):
+    for name_in_file, value in read_values(order, device, files):
         on_read(value.nbytes)
         conversion = contents.conversion_of(name_in_file)
         first = conversion.sources[0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 
 ROTARY_FACTORS = "rope_freqs.weight"
 """The tensor by whose values rotary frequencies are divided, in files of Llama 3.1 and later."""
@@ -35,7 +35,10 @@ _UNREAD: dict[str, dict[str, str]] = {
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    "gemma3": {"attention.key_length": "query_pre_attn_scalar"},
+    "gemma3": {
+        "attention.key_length": "query_pre_attn_scalar",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
     "gpt-oss": {
         "attention.key_length": "head_dim",
         "attention.sliding_window": "sliding_window",
@@ -55,8 +58,12 @@ _UNREAD: dict[str, dict[str, str]] = {
     "stablelm": {"rope.freq_base": "rope_theta"},
     "starcoder2": {"rope.freq_base": "rope_theta"},
 }
-# Where only the first values of a head are rotated.
+# Where only the first values of a head are rotated, and where transformers reads by itself how many are.
 _PARTLY_ROTATED = ("nemotron", "phi3", "stablelm")
+_READS_ROTATED = ("llama", "minimax-m2")
+# Where some layers attend to a window: each of these has none.
+_WITHOUT_WINDOW = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
+_SIGMOID = 2
 # Of the largest model, by its number of layers, queries are scaled by the size of a head that the others have.
 _OF_27B = {"gemma2": 46, "gemma3": 62}
 # Settings that change what is computed, and the values with which they don't; none is read for these architectures.
@@ -65,6 +72,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.clamp_kqv": (0.0,),
     "attention.scale": (0.0,),
     "embedding_scale": (0.0, 1.0),
+    "expert_weights_scale": (0.0, 1.0),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "rope.scale_linear": (0.0, 1.0),
@@ -108,9 +116,7 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
             (small := Path(folder) / path.name).write_bytes(header)
             config: dict[str, Any] = load_gguf_checkpoint(str(small))["config"]
     except Exception as error:  # transformers' code may raise anything for unexpected settings
-        raise unsupported(
-            f"{path}: transformers can't read the settings of its model: {str(error).rstrip('.')}"
-        ) from error
+        raise unsupported(f"{path}: transformers can't read the settings of its model: {said_by(error)}") from error
     is_mixtral = architecture == "llama" and bool(settings.get("llama.expert_count", 0))
     if architecture == "llama":  # where transformers says mistral, it has no names
         config["model_type"] = _MIXTRAL if is_mixtral else "llama"
@@ -125,11 +131,11 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
     for setting, name in _UNREAD.get(_MIXTRAL if is_mixtral else architecture, {}).items():
         if own.get(setting) is not None:
             config[name] = own[setting]
-    _add_of_heads(config, own, architecture)
+    _add_of_heads(path, config, own, architecture)
     if config.get("is_gated_act"):  # T5's, all of whose files have gates; transformers would take relu for gelu
         config["feed_forward_proj"] = "gated-gelu"
     config["dtype"] = dtype
-    scaling = _scaling(path, own)
+    scaling = _scaling(path, own, architecture)
     if architecture == "gpt-oss":  # without any, its config would have the one that was published
         scaling = {"rope_type": "default"} if scaling is None else scaling | _GPT_OSS
     if scaling is not None:
@@ -142,32 +148,52 @@ def _check_is_computed(path: Path, own: dict[str, Any], architecture: str) -> No
     for name, values in _NEUTRAL.items():
         if own.get(name, values[0]) not in values:
             raise unsupported(f"{path}: {name} is {own[name]}, which transformers doesn't compute for {architecture}")
+    fixed: dict[str, object] = {"expert_gating_func": _SIGMOID} if architecture == "minimax-m2" else {}
+    if (each := _WITHOUT_WINDOW.get(architecture)) is not None:
+        base = 10000.0 if architecture == "gemma3" else own.get("rope.freq_base", 10000.0)
+        fixed = {"attention.sliding_window_pattern": each, "rope.freq_base_swa": base}
+    for name, value in fixed.items():
+        if own.get(name, value) != value:
+            raise unsupported(f"{path}: {name} is {own[name]}, and in transformers' model of {architecture} {value}")
+    if architecture == "gemma3" and not own.get("attention.sliding_window"):
+        raise unsupported(f"{path} doesn't state attention.sliding_window: transformers' model would have windows")
     if own.get("expert_count", 0) and architecture not in _OF_MIXTURES:
         raise unsupported(f"{path} is a mixture of experts, which transformers doesn't read as {architecture}")
 
 
-def _add_of_heads(config: dict[str, Any], own: dict[str, Any], architecture: str) -> None:
-    """Adds to ``config`` which part of a head is rotated, and how queries are scaled."""
+def _add_of_heads(path: Path, config: dict[str, Any], own: dict[str, Any], architecture: str) -> None:
+    """Adds to ``config`` which part of a head is rotated, and how queries are scaled.
+
+    Raises ``CheckpointError`` for an architecture of which transformers rotates all, if that isn't so here.
+    """
     width, heads = own.get("embedding_length"), own.get("attention.head_count")
     if not (type(width) is int and type(heads) is int and heads > 0):
         return
     if own.get("block_count") == _OF_27B.get(architecture, -1):
         config["query_pre_attn_scalar"] = width // heads
     rotated, head = own.get("rope.dimension_count"), own.get("attention.key_length", width // heads)
-    if architecture in _PARTLY_ROTATED and type(rotated) is int and type(head) is int and head > 0:
+    if type(rotated) is not int or type(head) is not int or head <= 0 or architecture in _READS_ROTATED:
+        return
+    if architecture in _PARTLY_ROTATED:
         config["partial_rotary_factor"] = rotated / head
+    elif rotated != head:
+        raise unsupported(
+            f"{path} rotates {rotated} of a head's {head} values; transformers rotates all of {architecture}"
+        )
 
 
-def _scaling(path: Path, own: dict[str, Any]) -> dict[str, Any] | None:
+def _scaling(path: Path, own: dict[str, Any], architecture: str) -> dict[str, Any] | None:
     """How settings say that positions are scaled."""
-    said, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor")
+    # llama.cpp takes a factor without a type for that of linear scaling, and heeds the one of attention always.
+    said, factor = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.factor")
+    of_attention = own.get("rope.scaling.attn_factor", 1.0)
+    is_longrope = said == "longrope" or (architecture == "phi3" and "rope.scaling.type" not in own)
+    if of_attention != 1.0 and not is_longrope:
+        raise unsupported(f"{path}: rope.scaling.attn_factor is {of_attention}, which qgemm reads for LongRoPE alone")
     if said == "none" or (said == "linear" and factor in (None, 0.0, 1.0)):
         return None
     if said == "longrope":
         return {"rope_type": said}  # tensors say how
-    if own.get("rope.scaling.attn_factor", 1.0) != 1.0:
-        factor = own["rope.scaling.attn_factor"]
-        raise unsupported(f"{path}: rope.scaling.attn_factor is {factor}, which qgemm reads for LongRoPE alone")
     if said not in _SCALINGS or not isinstance(factor, float) or not math.isfinite(factor) or factor < 1:
         raise unsupported(f"{path}: positions are scaled as {said!r} by {factor}, which qgemm doesn't read from GGUF")
     scaling: dict[str, Any] = {"rope_type": said, "factor": factor}
@@ -179,6 +205,8 @@ def _scaling(path: Path, own: dict[str, Any]) -> dict[str, Any] | None:
 
 def llama3_scaling(path: Path, factors: Tensor, config: dict[str, Any]) -> dict[str, Any]:
     """The scaling of Llama 3 whose factors of rotary frequencies are these; raises ``CheckpointError`` for others."""
+    if factors.ndim != 1:
+        raise CheckpointError(f"{path}: {ROTARY_FACTORS} has shape {list(factors.shape)}, and must be a vector")
     base = float(config.get("rope_theta") or 10000.0)
     steps = torch.arange(len(factors), dtype=torch.float64, device="cpu") / max(len(factors), 1)
     wavelengths = 2 * math.pi * base**steps

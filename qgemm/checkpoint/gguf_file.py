@@ -6,7 +6,8 @@ where its bytes are after the header. The library isn't used for reading values,
 safetensors.
 
 Tensors of a quantized type are uint8 ``[..., bytes of a row]`` here. The weights of experts, which are one tensor
-``blk.0.ffn_up_exps.weight`` in the file, are listed one by one, as ``blk.0.ffn_up_exps.3.weight``; so are biases.
+``blk.0.ffn_up_exps.weight`` in the file, are listed one by one, as ``blk.0.ffn_up_exps.3.weight``; so are biases. Those
+of ``blk.0.ffn_gate_up_exps`` are listed as gates, the first half of each expert's rows, and ups.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ GGUF_SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _EXPERTS = re.compile(r"(.*_exps)\.(weight|bias)")
+_GATES_AND_UPS = ".ffn_gate_up_exps"
 # The number formats of settings by their numbers, in the words of ``struct``.
 _NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?")))
 _NUMBERS.update({10: "Q", 11: "q", 12: "d"})
@@ -110,21 +112,14 @@ class GgufFile(TensorFile):
         return name, shape, kind, offset
 
     def _place(self, name: str, shape: tuple[int, ...], kind: BlockType, start: int) -> None:
-        stored = kind.stored_shape(shape)
-        experts = _EXPERTS.fullmatch(name)
-        if experts and len(shape) != (3 if experts[2] == "weight" else 2):
-            experts = None
-        count = shape[0] if experts else 1
-        if count > _MOST_EXPERTS:
-            raise ValueError(f"tensor {name} has the shape {list(shape)}")
-        nbytes = kind.bytes_of(shape) // max(count, 1)
-        for index in range(count):
-            own = f"{experts[1]}.{index}.{experts[2]}" if experts else name
-            if own in self.places:
-                raise ValueError(f"it has two tensors {own}")
+        names, own = _listed(name, kind.stored_shape(shape))
+        nbytes = kind.bytes_of(shape) // max(len(names), 1)
+        for index, each in enumerate(names):
+            if each in self.places:
+                raise ValueError(f"it has two tensors {each}")
             begin = start + index * nbytes
-            self.places[own] = Place(kind.code, stored[1:] if experts else stored, begin, begin + nbytes)
-            self.types[own] = kind
+            self.places[each] = Place(kind.code, own, begin, begin + nbytes)
+            self.types[each] = kind
             if len(self.places) > _MOST_TENSORS:
                 raise ValueError(f"it has more than {_MOST_TENSORS} tensors, the weights of experts among them")
 
@@ -172,6 +167,20 @@ def header_of(settings: list[bytes], names: Iterable[str]) -> bytes:
     ]
     header = _MAGIC + struct.pack("<IQQ", _VERSIONS[-1], len(entries), len(settings)) + b"".join(settings + entries)
     return header + bytes(-len(header) % 4096)
+
+
+def _listed(name: str, stored: tuple[int, ...]) -> tuple[list[str], tuple[int, ...]]:
+    """The names under which a tensor is listed, in the order of their bytes, and the shape of each."""
+    experts = _EXPERTS.fullmatch(name)
+    if experts is None or len(stored) != (3 if experts[2] == "weight" else 2):
+        return [name], stored
+    (stem, leaf), (count, rows, *rest) = experts.groups(), stored
+    if count > _MOST_EXPERTS:
+        raise ValueError(f"tensor {name} has the shape {list(stored)}")
+    stems = [stem]
+    if stem.endswith(_GATES_AND_UPS) and rows % 2 == 0:
+        stems, rows = [stem.replace("gate_up", part) for part in ("gate", "up")], rows // 2
+    return [f"{each}.{index}.{leaf}" for index in range(count) for each in stems], (rows, *rest)
 
 
 def _number(number: int) -> str:

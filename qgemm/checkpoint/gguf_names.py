@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 from qgemm.checkpoint.tensors import split_name
 
 EXPERT = re.compile(r"(.*)\.ffn_(gate|up|down)(?:_exps)?\.(\d+)\.(weight|bias)")
@@ -47,7 +47,7 @@ class ModelNames:
             kind = architecture if architecture == "llama" else None
             self.by_name: dict[str, str] = get_gguf_hf_weights_map(_outermost(model), self._processor, kind)
         except Exception as error:  # for models that gguf, the package, doesn't know
-            raise unsupported(f"{path}: transformers has no names for {architecture}: {error}") from error
+            raise unsupported(f"{path}: transformers has no names for {architecture}: {said_by(error)}") from error
         for name in model.state_dict():
             if match := _GATES_AND_UPS.fullmatch(name):
                 for part in ("gate", "up"):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from qgemm.checkpoint.errors import CheckpointError, UnknownModel
+from qgemm.checkpoint.errors import CheckpointError, UnknownModel, said_by
 from qgemm.checkpoint.layout import SETTINGS_KEYS, WEIGHTS_KEY, read_json, weights_file
 from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.checkpoint.safetensors_file import StoredTensor
@@ -92,7 +92,7 @@ def read_generation_config(path: Path) -> Any:
     try:
         return transformers.GenerationConfig.from_dict(values)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no generation config: {error}") from error
+        raise CheckpointError(f"{path} is no generation config: {said_by(error)}") from error
 
 
 def dtype_of(folder: Path, config: dict[str, Any], stored: Mapping[str, StoredTensor]) -> Any:
@@ -157,7 +157,7 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         with parameters_on_meta(BuildLimits(stored)), _default_dtype(dtype):
             model: nn.Module = cls(own_config)
     except Exception as error:
-        raise CheckpointError(f"{path}: {names[0]} can't be built from it: {error}") from error
+        raise CheckpointError(f"{path}: {names[0]} can't be built from it: {said_by(error)}") from error
     for name, module in model.named_modules():
         top_k, experts = vars(module).get("top_k"), vars(module).get("num_experts")
         # No tensor has the number of chosen experts as a size, so no other check would find a wrong one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ CHECKSUMS = "qgemm_checksums"
 
 SAVE = "qgemm_save"
 """The key in the metadata of a file or an index for the id of the save that wrote it."""
+
+MOST_OPEN = 64
+"""Files that stay open at a time; systems allow a process 1,024, often."""
 
 DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
@@ -121,12 +125,42 @@ def check_save(path: Path, found: object, wanted: str | None) -> None:
         )
 
 
-def read_values(stored: dict[str, StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+class OpenFiles:
+    """Files with tensors that stay open, for a caller that reads some tensors at a time; to be used in ``closing``."""
+
+    def __init__(self) -> None:
+        """Opens nothing yet."""
+        self._files: dict[Path, tuple[TensorFile, dict[str, object] | None]] = {}
+
+    def open(self, path: Path) -> tuple[TensorFile, dict[str, object] | None]:
+        """The file at ``path``, and the checksums in it; raises as ``read_values`` does."""
+        if path not in self._files:
+            if len(self._files) >= MOST_OPEN:
+                self._files.pop(next(iter(self._files)))[0].close()
+            file = GgufFile(path) if path.suffix == GGUF_SUFFIX else SafetensorsReader(path)
+            try:
+                self._files[path] = file, parse_checksums(path, file.metadata)
+            except CheckpointError:
+                file.close()
+                raise
+        return self._files[path]
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file, _ in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+def read_values(
+    stored: dict[str, StoredTensor], device: torch.device, files: OpenFiles | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Reads the tensors of ``stored``, file by file, each into memory of its own on ``device``.
 
-    Raises ``CheckpointError`` if one differs from its checksum, in a file that has checksums.
+    ``files``: which keeps the files open; None opens and closes each. Raises ``CheckpointError`` if a tensor differs
+    from its checksum, in a file that has checksums.
     """
-    for name, value, is_sound in read_and_check(stored, device):
+    for name, value, is_sound in read_and_check(stored, device, files):
         if is_sound is False:
             path = stored[name].path
             raise CheckpointError(
@@ -135,16 +169,19 @@ def read_values(stored: dict[str, StoredTensor], device: torch.device) -> Iterat
         yield name, value
 
 
-def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor, bool | None]]:
+def read_and_check(
+    stored: dict[str, StoredTensor], device: torch.device, files: OpenFiles | None = None
+) -> Iterator[tuple[str, Tensor, bool | None]]:
     """As ``read_values``, but yields whether each tensor matches its checksum; None in a file without checksums."""
     by_path: dict[Path, list[str]] = {}
     for name, tensor in stored.items():
         by_path.setdefault(tensor.path, []).append(name)
     for path, names in by_path.items():
-        with _open(path) as file:
-            if any(stored[name].stamp not in (None, file.stamp) for name in names):
+        with ExitStack() as stack:
+            file, checksums = (files or stack.enter_context(closing(OpenFiles()))).open(path)
+            stamp = file.stamp_now()
+            if any(stored[name].stamp not in (None, stamp) for name in names):
                 raise CheckpointError(f"{path} was replaced while the checkpoint was read: load it again")
-            checksums = parse_checksums(path, file.metadata)
             for name in names:
                 place, wanted = file.places.get(name), stored[name]
                 if place is None or (place.shape, DTYPES_BY_CODE.get(place.code)) != (wanted.shape, wanted.dtype):
@@ -158,14 +195,10 @@ def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Ite
                 yield name, value, is_sound
 
 
-def _open(path: Path) -> TensorFile:
-    return GgufFile(path) if path.suffix == GGUF_SUFFIX else SafetensorsReader(path)
-
-
 def has_checksums(path: Path) -> bool:
     """Whether the file at ``path`` contains checksums of its tensors; raises as ``read_values`` does."""
-    with _open(path) as file:
-        return parse_checksums(path, file.metadata) is not None
+    with closing(OpenFiles()) as files:
+        return files.open(path)[1] is not None
 
 
 def read_metadata(path: Path) -> dict[str, str]:

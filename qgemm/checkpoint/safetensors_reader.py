@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import lru_cache
 from typing import Any
 
 from qgemm.checkpoint.layout import unique_names
@@ -36,8 +35,7 @@ class SafetensorsReader(TensorFile):
 
     def _take_header(self) -> bytes:
         header = self._read_header()
-        self.places, metadata = _parse(header, self.stamp.size)
-        self.metadata = metadata.copy()
+        self.places, self.metadata = _parse(header, self.stamp.size)
         return header
 
     def _read_header(self) -> bytes:
@@ -53,7 +51,6 @@ class SafetensorsReader(TensorFile):
         return header
 
 
-@lru_cache(maxsize=4)  # what reads layer by layer opens a file once for each
 def _parse(text: bytes, size: int) -> tuple[dict[str, Place], dict[str, str]]:
     """The tensors and the metadata in the header of a file of ``size`` bytes; raises ``ValueError`` if invalid."""
     header = json.loads(text.decode(), object_pairs_hook=unique_names)

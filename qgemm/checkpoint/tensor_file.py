@@ -106,6 +106,10 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         place = self.places[name]
         return read_bytes(self._file, self.path, place.start, place.stop - place.start)
 
+    def stamp_now(self) -> Stamp:
+        """The stamp that the open file has now, which is another one than ``stamp`` if it was written to."""
+        return Stamp.of(self._file)
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.safetensors_file import OpenFiles
 from qgemm.device import find_device
 from qgemm.streaming.float_tensors import FloatTensor
 from qgemm_cli.layers import MATRICES, StoredLayer, find_layers
@@ -58,7 +59,7 @@ def _compare_weights(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
     compared, other_shapes = [], []
     with ExitStack() as stack:
         source_a, source_b = (stack.enter_context(checkpoint.open_source()) for checkpoint in (a, b))
-        pairing = pair_weights(a, b, source_a, source_b)
+        pairing = pair_weights(a, b, source_a, source_b, stack.enter_context(closing(OpenFiles())))
         advance = stack.enter_context(progress_bar("compare", pairing.values, shown=True))
         for name, name_in_a in sorted(pairing.names_in_a.items(), key=lambda names: natural_order(names[0])):
             ours, theirs = pairing.b[name], pairing.a[name_in_a]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
@@ -74,8 +75,11 @@ def rounded(views: dict[str, Tensor], kinds: dict[str, str]) -> Tensors:
     return found
 
 
-def write_gpt_oss(path: Path, without: str = "-") -> Any:
-    """Writes GPT-OSS, without settings and tensors in whose names that is; returns the float model."""
+def write_gpt_oss(path: Path, without: str = "-", fused: bool = False) -> Any:
+    """Writes GPT-OSS, without settings and tensors in whose names that is; returns the float model.
+
+    ``fused``: gates and ups of experts are one tensor, as the option --fuse-gate-up-exps of the converter makes them.
+    """
     model = random_model("gpt_oss", sliding_window=8, rope_scaling=YARN | {"truncate": False})
     views = in_file(model, {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"})
     for number, layer in enumerate(model.model.layers):
@@ -88,6 +92,12 @@ def write_gpt_oss(path: Path, without: str = "-") -> Any:
         views[f"{block}attn_sinks.weight"] = layer.self_attn.sinks.data
     settings, tensors = SETTINGS | OF_GPT_OSS, rounded(views, {"exps": "MXFP4", "": "Q8_0"})
     settings = {name: value for name, value in settings.items() if without not in name}
+    if fused:
+        for name in [name for name in tensors if "gate_exps" in name]:
+            gate, up = (tensors.pop(name.replace("gate", part)) for part in ("gate", "up"))
+            is_float = not isinstance(gate, tuple)
+            both = np.concatenate([each if is_float else each[1] for each in (gate, up)], axis=1)
+            tensors[name.replace("gate", "gate_up")] = both if is_float else (gate[0], both)
     write_file(path, "gpt-oss", settings, {name: value for name, value in tensors.items() if without not in name})
     return model
 

@@ -19,14 +19,14 @@ def swap_linears(model: nn.Module, scheme: str = "int8") -> nn.Module:
     return model.eval()
 
 
-def tiny_llama(tied: bool = True) -> nn.Module:
+def tiny_llama(tied: bool = True, layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=97,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

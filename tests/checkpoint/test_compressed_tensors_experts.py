@@ -326,6 +326,25 @@ def test_a_scale_that_transformers_leaves_out(scheme: str, is_lost: bool, tmp_pa
 
 
 @needs_the_library
+@pytest.mark.parametrize(
+    ("first", "others", "is_lost"),
+    [("int8-weight", "int4-32", True), ("fp8", "fp8-weight", False), ("int4-32", "int4-32", False)],
+)
+def test_transformers_reads_all_experts_in_one_scheme(first: str, others: str, is_lost: bool, tmp_path: Path) -> None:
+    layers = {"*.0.mlp.experts": first, "*": others}
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, layers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    said = f"layers.0.mlp.experts has '{first}', and model.layers.1.mlp.experts '{others}'"
+    assert [said in str(warning.message) for warning in caught] == [True] * is_lost
+    assert same_tensors(qgemm.load_quantized(tmp_path), model)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.experts.down_proj
+    error = relative(theirs.detach(), model.model.layers[0].mlp.experts.dequantize(torch.float32)["down_proj"])
+    assert error > 0.5 if is_lost else error < 0.01
+
+
+@needs_the_library
 @pytest.mark.parametrize(("scheme", "is_lost"), [("fp8", False), ("int8", True)])
 def test_experts_without_gates_that_transformers_makes_up(scheme: str, is_lost: bool, tmp_path: Path) -> None:
     example = MIXTURES["nemotron_h"]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qgemm.checkpoint import CheckpointError
-from qgemm.checkpoint.contents import Contents, read_converted
-from qgemm.checkpoint.safetensors_file import StoredTensor, read_header
+from qgemm.checkpoint.contents import Contents, PartReader, read_converted
+from qgemm.checkpoint.safetensors_file import OpenFiles, StoredTensor, read_header
 
 CPU = torch.device("cpu")
+SCALE = torch.tensor([1.0, 2.0])
 
 
 def contents_of(stored: dict[str, StoredTensor]) -> Contents:
@@ -48,7 +50,7 @@ def convert_layer(contents: Contents, layer: str) -> None:
 
 def layer_tensors(layer: str, first: int = 0) -> dict[str, Tensor]:
     values = torch.arange(first, first + 6, dtype=torch.int32)
-    return {f"{layer}.values": values, f"{layer}.scale": torch.tensor([1.0, 2.0]).half()}
+    return {f"{layer}.values": values, f"{layer}.scale": SCALE.half()}
 
 
 def read(contents: Contents) -> dict[str, Tensor]:
@@ -78,14 +80,36 @@ def test_several_become_several(tmp_path: Path) -> None:
         "a.weight_scale": ((2,), torch.float32),
     }
     weight = torch.arange(6, dtype=torch.int32).reshape(2, 3)
-    same(read(contents), {"a.weight": weight, "a.weight_scale": torch.tensor([1.0, 2.0]), "norm": torch.ones(3)})
+    same(read(contents), {"a.weight": weight, "a.weight_scale": SCALE, "norm": torch.ones(3)})
+
+
+def test_some_are_read_at_a_time_from_files_that_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qgemm.checkpoint.safetensors_file.MOST_OPEN", 1)
+    stored = write(tmp_path, {**layer_tensors("a"), "norm": torch.ones(3)})
+    contents = contents_of(stored | write(tmp_path, layer_tensors("b", 6), "2.safetensors"))
+    for index, layer in enumerate("ab"):
+        convert_layer(contents, layer)
+        contents.merge("experts.weight", f"{layer}.weight", (2, 3), (2, 2, 3), (index,))
+    with closing(OpenFiles()) as files:
+        parts = PartReader(contents, files)
+        for _ in range(2):
+            assert {target.name for target, _ in parts.read(["norm", "unknown"])} == {"norm"}
+            experts: dict[str, Tensor] = {}
+            for target, value in parts.read(["experts.weight"]):  # scales are made together with it
+                target.put_into(experts, value)
+            whole = torch.arange(12, dtype=torch.int32).reshape(2, 2, 3)
+            same(experts, {"experts.weight": whole, **dict.fromkeys(("a.weight_scale", "b.weight_scale"), SCALE)})
+        with (tmp_path / "2.safetensors").open("r+b") as file:
+            file.truncate(10)
+        with pytest.raises(CheckpointError, match=r"2\.safetensors was replaced while the checkpoint was read"):
+            list(parts.read(["b.weight_scale"]))  # the file is still open
 
 
 def test_one_of_several_is_left_out_and_then_the_other(tmp_path: Path) -> None:
     contents = contents_of(write(tmp_path, layer_tensors("a")))
     convert_layer(contents, "a")
     contents.leave_out("a.weight")
-    same(read(contents), {"a.weight_scale": torch.tensor([1.0, 2.0])})
+    same(read(contents), {"a.weight_scale": SCALE})
     contents.leave_out("a.weight_scale")
     assert not contents.headers
     same(read(contents), {})

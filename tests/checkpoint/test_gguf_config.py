@@ -44,6 +44,9 @@ def test_linear(tmp_path: Path) -> None:
     # Those of Gemma 3 are scaled in layers without a window alone.
     path = write_model(tmp_path / "a.gguf", "gemma3", **scaled("linear"))
     assert rotary(path) == wanted("gemma3", rope_scaling={"rope_type": "linear", "factor": 4.0})
+    # llama.cpp takes a factor alone for that of linear scaling.
+    path = write_model(tmp_path / "a.gguf", "qwen2", rope__scaling__factor=4.0)
+    assert rotary(path) == wanted("qwen2", rope_scaling={"rope_type": "linear", "factor": 4.0})
     for said in (scaled("none"), scaled("linear", 1.0), scaled("linear", 0.0), scaled("linear", None)):
         assert rotary(write_model(tmp_path / "a.gguf", "llama", **said)) == wanted("llama")
 
@@ -70,6 +73,13 @@ def test_llama3(factor: float, tmp_path: Path) -> None:
         qgemm.load_quantized(path)
 
 
+@pytest.mark.parametrize("shape", [(), (2, 4)])
+def test_factors_that_are_no_vector(shape: tuple[int, ...], tmp_path: Path) -> None:
+    path = write_model(tmp_path / "a.gguf", "llama", "Q8_0", {"rope_freqs.weight": np.ones(shape, "f4")})
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight has shape .*, and must be a vector"):
+        qgemm.load_quantized(path)
+
+
 def test_longrope(tmp_path: Path) -> None:
     said = scaled("longrope", None, original_context_length=16, attn_factor=1.25)
     model: Any = qgemm.load_quantized(write_model(tmp_path / "a.gguf", "phi3", "Q8_0", LONG, **said))
@@ -91,10 +101,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another way": ("llama", scaled("ntk"), "positions are scaled as 'ntk' by 4.0"),
     "longrope": ("llama", scaled("longrope"), "positions are scaled as LongRoPE does"),
     "attention of yarn": ("llama", scaled("yarn", attn_factor=2.0), "rope.scaling.attn_factor is 2.0"),
+    "attention of Phi": ("phi3", scaled("yarn", attn_factor=2.0), "rope.scaling.attn_factor is 2.0"),
     "a bound of yarn": ("llama", scaled("yarn", yarn_beta_fast=16.0), "rope.scaling.yarn_beta_fast is 16.0, which"),
     "a mixture": ("qwen2", {"expert_count": 8}, "is a mixture of experts, which transformers doesn't read as qwen2"),
     "an encoder": ("qwen2", {"attention__causal": False}, "attention.causal is False, which transformers doesn't"),
     "another scale": ("llama", {"attention__scale": 0.5}, "attention.scale is 0.5, which transformers doesn't"),
+    "fewer layers with a window": ("gemma3", {"attention__sliding_window_pattern": 4}, "window_pattern is 4, and"),
+    "no window": ("gemma3", {"attention__sliding_window": 0}, "doesn't state attention.sliding_window"),
+    "positions in windows": ("gemma3", {"rope__freq_base_swa": 5e5}, "rope.freq_base_swa is 500000.0, and"),
+    "a part of each head": ("qwen2", {"rope__dimension_count": 8}, "rotates 8 of a head's 16 values"),
+    "a weight of experts": ("qwen3moe", {"expert_weights_scale": 2.5}, "expert_weights_scale is 2.5, which"),
+    "softmax": ("minimax-m2", {"expert_gating_func": 1}, "expert_gating_func is 1, and"),
+    "attention without yarn": ("llama", {"rope__scaling__attn_factor": 2.0}, "rope.scaling.attn_factor is 2.0"),
     "norms": ("mamba", {"ssm__dt_b_c_rms": True}, "ssm.dt_b_c_rms is True, which transformers doesn't compute for"),
 }
 
@@ -126,6 +144,20 @@ def test_the_scale_of_queries(architecture: str, layers: int, tmp_path: Path) ->
     for count, size in ((layers, 16), (2, 32)):
         path = write_file(tmp_path / "a.gguf", architecture, settings_of(architecture, block_count=count), {})
         assert read_gguf(path).config("float32")["query_pre_attn_scalar"] == size
+
+
+def test_the_bound_of_logits(tmp_path: Path) -> None:
+    settings = settings_of("gemma3", final_logit_softcapping=30.0)
+    assert (
+        read_gguf(write_file(tmp_path / "a.gguf", "gemma3", settings, {})).config("float32")["final_logit_softcapping"]
+        == 30
+    )
+
+
+def test_settings_that_change_nothing(tmp_path: Path) -> None:
+    said = {"attention.sliding_window_pattern": 6, "rope.freq_base_swa": 10000.0, "rope.dimension_count": 32}
+    path = write_file(tmp_path / "a.gguf", "gemma3", settings_of("gemma3") | said, {})
+    assert read_gguf(path).config("float32")["sliding_window"] == 8
 
 
 def test_a_model_called_mistral(tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ def test_gpt_oss(tmp_path: Path) -> None:
     assert torch.equal(qgemm.load_quantized(tmp_path / "saved")(IDS).logits, model(IDS).logits)
 
 
+def test_gpt_oss_whose_gates_and_ups_are_one_tensor(tmp_path: Path) -> None:
+    model = check_same(tmp_path / "a.gguf", write_gpt_oss(tmp_path / "a.gguf", fused=True))
+    assert model.model.layers[1].mlp.experts.scheme.name == "mxfp4"
+
+
 def test_gpt_oss_whose_positions_are_not_scaled(tmp_path: Path) -> None:
     write_gpt_oss(tmp_path / "a.gguf", without="scaling")
     model: Any = qgemm.load_quantized(tmp_path)

@@ -165,6 +165,27 @@ def test_numbers_and_empty_tensors(tmp_path: Path) -> None:
         assert file.read("b").numel() == 0
 
 
+def test_gates_and_ups_of_experts_that_are_one_tensor(tmp_path: Path) -> None:
+    """Gates come first; a tensor whose rows aren't two halves keeps its name."""
+    path, start = tmp_path / "a.gguf", "blk.0.ffn_gate_up_exps"
+    entries = entry(f"{start}.weight", (2, 6, 32), 8), entry(f"{start}.bias", (2, 6), 0, 416), entry("b", (1,), 0, 480)
+    path.write_bytes(whole(*entries, tensors=3))
+    with GgufFile(path) as file:
+        places = {
+            name: (place.shape, place.start - file.places["b"].start + 480) for name, place in file.places.items()
+        }
+    assert places.pop("b") == ((1,), 480)
+    assert places == {
+        f"blk.0.ffn_{part}_exps.{expert}.{leaf}": (shape, first + nbytes * (2 * expert + (part == "up")))
+        for leaf, shape, first, nbytes in (("weight", (3, 34), 0, 102), ("bias", (3,), 416, 12))
+        for expert in range(2)
+        for part in ("gate", "up")
+    }
+    path.write_bytes(whole(entry(f"{start}.weight", (1, 3, 32), 8)))
+    with GgufFile(path) as file:
+        assert list(file.places) == [f"{start}.0.weight"]
+
+
 def test_a_file_cut_anywhere(path: Path) -> None:
     content = path.read_bytes()
     with GgufFile(path) as file:

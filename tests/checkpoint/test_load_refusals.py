@@ -210,6 +210,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "dtype not float": (in_json(CONFIG, "dtype", value="int8"), r"dtype is 'int8'.* 'bfloat16': write it there"),
     "impossible size": (in_json(CONFIG, "hidden_size", value=-1), r"LlamaForCausalLM can't be built"),
     "size a text": (in_json(CONFIG, "num_hidden_layers", value="two"), r"LlamaForCausalLM can't be built"),
+    "size a long list": (in_json(CONFIG, "hidden_size", value=[1] * 5000), r"LlamaForCausalLM can't be built.*\.\.\.$"),
     "more layers": (in_json(CONFIG, "num_hidden_layers", value=3), r"lacks tensors of the model: model\.layers\.2\."),
     # The index.
     "no weight map": (in_json(INDEX, "weight_map", value=...), r"weight_map must be an object"),
@@ -277,8 +278,10 @@ def test_damaged_checkpoint(case: str, llama_folder: Path) -> None:
     before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
     assert load_quantized(llama_folder)
     damage(llama_folder)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as refusal:
         load_quantized(llama_folder)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 2000
     if "architecture" in case or case in UNREAD_WITH_MODEL:
         return
     with pytest.raises(CheckpointError):
@@ -291,7 +294,10 @@ def test_damaged_checkpoint(case: str, llama_folder: Path) -> None:
     assert given.training
 
 
-UNREAD_WITH_MODEL = {"other model type", "no dtype", "dtype not float", "impossible size", "size a text", "more layers"}
+UNREAD_WITH_MODEL = {
+    *("other model type", "no dtype", "dtype not float", "impossible size", "size a text", "size a long list"),
+    "more layers",
+}
 
 
 def test_static_scale_is_checked(tmp_path: Path) -> None:

@@ -18,12 +18,16 @@ _OF_MLP = {"ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q8_0"}
 
 
 def write_gguf(
-    path: Path, architecture: str = "llama", types: dict[str, str] | None = None, tokens: list[str] = TOKENS
+    path: Path,
+    architecture: str = "llama",
+    types: dict[str, str] | None = None,
+    tokens: list[str] = TOKENS,
+    layers: int = LAYERS,
 ) -> Path:
     """Writes a model of ``architecture``, ``llama`` or ``qwen3moe``; ``types``: those of matrices, by name."""
     writer, rng, has_experts = GGUFWriter(path, architecture), np.random.default_rng(0), architecture == "qwen3moe"
     for name, value in (
-        *(("context_length", 64), ("embedding_length", HIDDEN), ("block_count", LAYERS), ("vocab_size", len(tokens))),
+        *(("context_length", 64), ("embedding_length", HIDDEN), ("block_count", layers), ("vocab_size", len(tokens))),
         *(("feed_forward_length", HIDDEN), ("attention.head_count", 4), ("attention.head_count_kv", 4)),
         *(("attention.key_length", 64), ("attention.value_length", 64), ("expert_feed_forward_length", HIDDEN)),
         *((("expert_count", EXPERTS), ("expert_used_count", 2)) if has_experts else ()),
@@ -51,7 +55,7 @@ def write_gguf(
     add("token_embd", len(tokens), HIDDEN, kind="Q8_0")
     add("output", len(tokens), HIDDEN, kind="Q8_0")
     add("output_norm", HIDDEN)
-    for block in (f"blk.{each}" for each in range(LAYERS)):
+    for block in (f"blk.{each}" for each in range(layers)):
         for norm in ("attn_norm", "ffn_norm"):
             add(f"{block}.{norm}", HIDDEN)
         for name, kind in _OF_LLAMA.items():

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from checkpoint.foreign import edit_tensors
+from checkpoint.models import tiny_llama
 from checkpoint.samples import SAMPLES
 from checkpoint.test_bitsandbytes import float_model, write_by_layout
 from safetensors.torch import load_file, save_file
 
 import qgemm
 from cli.command import run, run_failing, run_json, write_checkpoint
+from cli.gguf_models import write_gguf
+from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.name_ranges import expand
+from qgemm.checkpoint.tensor_file import TensorFile
 from qgemm.numerics.formats import INT8
 from qgemm_cli.logits import compare_logits
 from qgemm_cli.pairing import match_names
@@ -194,6 +199,30 @@ def test_scales_per_row_tensor_and_block(tmp_path: Path) -> None:
     assert run_json("compare", a, c)["largest_error"] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("format", ["gptq", "gguf"])
+def test_work_is_proportional_to_the_number_of_layers(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work: Counter[str] = Counter()
+    opened, conversion_of = TensorFile.__init__, Contents.conversion_of
+    monkeypatch.setattr(TensorFile, "__init__", lambda *given: work.update(["files"]) or opened(*given))
+    monkeypatch.setattr(Contents, "conversion_of", lambda *given: work.update(["names"]) or conversion_of(*given))
+    found = []
+    for layers in (1, 2, 3):
+        path = tmp_path / f"{layers}.gguf"
+        if format == "gguf":
+            write_gguf(path, layers=layers)
+        else:
+            model = tiny_llama(layers=layers)
+            qgemm.quantize_model(model, "int4-16")
+            qgemm.save_quantized(model, path, format=format)
+        work.clear()
+        run("compare", path, path)
+        found.append(Counter(work))
+    assert found[0]["files"] == found[2]["files"]
+    assert found[2]["names"] - found[1]["names"] == found[1]["names"] - found[0]["names"] > 0
+
+
 def test_scales_of_static_activations_are_compared(tmp_path: Path) -> None:
     layer = {"x.layers.0.up.weight": torch.ones(4, 4, dtype=torch.int8), "x.layers.0.up.weight_scale": torch.ones(4, 1)}
     folders = []
@@ -203,6 +232,24 @@ def test_scales_of_static_activations_are_compared(tmp_path: Path) -> None:
     run("compare", folders[0], folders[1], "--tolerance", 0)
     found = run_json("compare", folders[0], folders[2], "--tolerance", 0.01, exit_code=1)
     assert "x.layers.0.up.input_scale: relative error 0.2" in found["differences"][0]
+
+
+def test_a_name_without_a_module(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "a", {"bias": torch.ones(2), ".bias": torch.ones(3), "x.y": torch.ones(4)})
+    found = run_json("compare", folder, folder)
+    assert {layer["name"]: layer["shape"] for layer in found["layers"]} == {"bias": [2], ".bias": [3], "x.y": [4]}
+
+
+def test_experts_of_which_a_weight_is_missing(tmp_path: Path) -> None:
+    experts = "model.layers.0.feed_forward.experts"
+    tensors = {
+        f"{experts}.gate_up_proj": torch.ones(2, 16, 32).to(torch.float8_e4m3fn),
+        f"{experts}.gate_up_proj_scale": torch.ones(2, 1, 32),
+        f"{experts}.down_proj_scale": torch.ones(2, 16, 1),
+    }
+    folder = write_checkpoint(tmp_path / "a", tensors, {"quant_method": "fbgemm_fp8"})
+    found = run_json("compare", folder, folder)
+    assert [layer["name"] for layer in found["layers"]] == [f"{experts}.down_proj_scale", f"{experts}.gate_up_proj"]
 
 
 def test_a_prefix_on_all_names_is_seen_through() -> None:
