@@ -228,11 +228,12 @@ def test_accumulators_have_sizes_of_powers_of_2() -> None:
 
 
 def test_what_takes_registers_has_narrower_tiles() -> None:
-    zeros = StoredForm("int4", 32, has_zeros=True, float_zeros=True)
-    for form in (INT4, replace(INT4, has_zeros=True), StoredForm("fp4", 32), StoredForm("int8", 32), zeros):
+    zeros = replace(INT4, has_zeros=True)
+    narrow = [replace(zeros, group=32, float_zeros=True), replace(zeros, group=16)]
+    for form in (INT4, zeros, StoredForm("fp4", 32), StoredForm("int8", 32), replace(zeros, group=32), *narrow):
         tiles = [select_tiles(M, 8192, 8192, form, H200, precision="float") for M in (20, 64, 192, 512, 4096)]
-        assert max(tile.columns for tile in tiles) == (192 if form == zeros else 256)
-        assert all(tile.in_turn == 1 for tile in tiles) == (form == zeros)
+        assert max(tile.columns for tile in tiles) == (192 if form in narrow else 256)
+        assert all(tile.in_turn == 1 for tile in tiles) == (form == narrow[0])
 
 
 def test_blocks_in_turn() -> None:

@@ -345,9 +345,8 @@ def _takes_registers(form: StoredForm) -> bool:
 
 def _widest(form: StoredForm) -> int:
     """The rows of x of the widest tile: registers hold its sums and what is loaded ahead."""
-    if not _takes_registers(form):
-        return 256
-    return 160 if form.group == 16 else 192
+    zeros_of_16 = form.bits == 4 and form.has_zeros and form.group == 16
+    return 192 if zeros_of_16 or _takes_registers(form) else 256
 
 
 def _in_turn(tile: Tiles, form: StoredForm, precision: Precision) -> int:
