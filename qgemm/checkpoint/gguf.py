@@ -22,7 +22,7 @@ from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.gguf_config import LONG_FACTORS, ROTARY_FACTORS, llama3_scaling, longrope_scaling, model_config
 from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile, header_of
 from qgemm.checkpoint.gguf_names import EXPERT, ModelNames, RowOrder
-from qgemm.checkpoint.gguf_types import READ_TYPES, BlockType
+from qgemm.checkpoint.gguf_types import BlockType
 from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, checkpoint_file
 from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.checkpoint.safetensors_file import DTYPES_BY_CODE, StoredTensor, read_values
@@ -138,7 +138,7 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
     for name, kind in source.types.items():
         if kind.is_quantized and kind.decode is None:
             raise unsupported(
-                f"{source.stored[name].path}: tensor {name} is of type {kind.name}; qgemm reads {', '.join(READ_TYPES)}"
+                f"{source.stored[name].path}: tensor {name} is of type {kind.name}, which qgemm doesn't read"
             )
         target = names.find(name)
         if name in (ROTARY_FACTORS, *LONG_FACTORS):

@@ -43,7 +43,7 @@ from qgemm.checkpoint.pretrained import (
 )
 from qgemm.checkpoint.requantize import requantize
 from qgemm.checkpoint.stored_report import parse_report, warn_without_report
-from qgemm.checkpoint.tensors import BIAS_DTYPES, dtype_name, forget_ties, named_tensors, split_name
+from qgemm.checkpoint.tensors import BIAS_DTYPES, dtype_name, forget_ties, get_tensor, named_tensors, set_tensor
 from qgemm.device import find_device
 from qgemm.fusion import fuse as fuse_layers
 from qgemm.model.announce import announce_quantized
@@ -268,12 +268,10 @@ def _put_in_place(found: Matching, values: dict[str, Tensor], device: torch.devi
 
 
 def _put(model: nn.Module, name: str, value: Tensor) -> Tensor:
-    owner, leaf = split_name(name)
-    module = model.get_submodule(owner)
-    old = getattr(module, leaf)
+    old = get_tensor(model, name)
     if not isinstance(old, nn.Parameter):
         value = value.detach()
     elif not isinstance(value, nn.Parameter):
         value = nn.Parameter(value, requires_grad=old.requires_grad and value.is_floating_point())
-    setattr(module, leaf, value)
+    set_tensor(model, name, value)
     return value

@@ -249,7 +249,7 @@ def _note(contents: Contents, layer: PackedLayer) -> None:
     like = meta_linear(layer.scheme, layer.K, layer.N)
     made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
     for leaf, source in sources.items():
-        parameter = getattr(like, leaf)
+        parameter = like.stored(leaf)
         dtype = parameter.dtype
         if leaf == "weight_scale":
             dtype = contents.stored[layer.name_of(source)].dtype or dtype

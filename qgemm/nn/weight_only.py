@@ -93,9 +93,9 @@ class WeightOnlyLinear(LinearLayer):
         if scheme.is_ordered:
             self.input_order = frozen(torch.arange(K, dtype=torch.int32, device=device))
         grouped = ("weight", "weight_scale", "weight_zero_point") if scheme.group_size else ("weight",)
-        self.column_names = tuple(name for name in grouped if getattr(self, name) is not None)
-        self.row_names = tuple(name for name in type(self).row_names if getattr(self, name) is not None)
-        self.whole_names = tuple(name for name in type(self).whole_names if getattr(self, name) is not None)
+        self.column_names = tuple(name for name in grouped if self.stored(name) is not None)
+        self.row_names = tuple(name for name in type(self).row_names if self.stored(name) is not None)
+        self.whole_names = tuple(name for name in type(self).whole_names if self.stored(name) is not None)
 
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:

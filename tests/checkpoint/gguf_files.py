@@ -19,7 +19,8 @@ _NEVER_QUANTIZED = re.compile(r"inp\.|norm|conv|ssm_x|ssm_dt|position|rel_b")
 HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
-    **{"TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": ()},
+    **{"TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "IQ1_S": (0,), "IQ1_M": (), "IQ2_XXS": (0,), "IQ2_XS": (0,)},
+    **{"IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "Q1_0": (0,)},
 }
 
 
@@ -30,12 +31,15 @@ def random_blocks(kind: str, *shape: int, seed: int = 0, std: float = 0.02) -> A
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // values, nbytes), dtype=np.uint8)
     # The whole numbers that the factors multiply, roughly.
     size = {"Q2_K": 16, "Q3_K": 40, "Q4_K": 256, "Q5_K": 512, "Q6_K": 1000, "IQ4_NL": 60, "IQ4_XS": 800, "Q8_0": 70}
+    size |= {"IQ2_XXS": 60, "IQ2_XS": 60, "IQ2_S": 60, "IQ3_XXS": 140, "IQ3_S": 130}
     for start in HALVES[kind]:
         factor = rng.uniform(0.5, 2, blocks.shape[:-1]) * rng.choice((-1, 1), blocks.shape[:-1])
         halves = (std / size.get(kind, 8) * factor).astype("<f2")
         blocks[..., start : start + 2] = halves[..., None].view(np.uint8)
     if kind == "MXFP4":
         blocks[..., 0] = 119 + blocks[..., 0] % 4
+    if kind == "IQ1_M":  # the exponent of a factor of about 2^-8, in parts
+        blocks[..., 53::2] = blocks[..., 53::2] & 15 | np.array([0x00, 0x20], dtype=np.uint8)
     return blocks.reshape(*shape[:-1], -1)
 
 

@@ -38,22 +38,34 @@ def tensors_of_llama(kind: str = "Q8_0") -> Tensors:
     return random_tensors(float_model("llama"), "llama", kind)
 
 
-def test_a_mix_of_types(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "used"),
+    [
+        (
+            ["Q6_K", "Q2_K", "Q3_K", "Q5_K", "IQ4_XS", "TQ1_0", "TQ2_0"],
+            [
+                *("int8-weight-16", "int4-16-float-zeros", "int4-16", "int8-weight-32-float-zeros", "int8-weight-32"),
+                "int4-256",
+            ],
+        ),
+        (
+            ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"],
+            ["int8-weight-16", "int8-weight-32"],
+        ),
+    ],
+)
+def test_a_mix_of_types(kinds: list[str], used: list[str], tmp_path: Path) -> None:
     """As in files that are called Q4_K_M, and types that only large blocks have."""
     from transformers import AutoModelForCausalLM
 
     wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     tensors = random_tensors(float_model("llama", **wide), "llama", "Q4_K")
-    kinds = ["Q6_K", "Q2_K", "Q3_K", "Q5_K", "IQ4_XS", "TQ1_0", "TQ2_0"]
     for number, name in enumerate(each for each in tensors if ".0." in each and isinstance(tensors[each], tuple)):
         tensors[name] = kinds[number], random_blocks(kinds[number], *floats(tensors[name]).shape, seed=number)
     settings = settings_of("llama", embedding_length=256, feed_forward_length=256, rope__dimension_count=64)
     write_file(tmp_path / "a.gguf", "llama", settings, tensors)
     model = qgemm.load_quantized(tmp_path / "a.gguf", dtype=torch.float32)
-    assert set(schemes(model).values()) == {
-        *("int4-32-float-zeros", "int8-weight-16", "int4-16-float-zeros", "int4-16", "int8-weight-32-float-zeros"),
-        *("int8-weight-32", "int4-256"),
-    }
+    assert set(schemes(model).values()) == {"int4-32-float-zeros", *used}
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="a.gguf", dtype=torch.float32)
     assert torch.allclose(logits(model), logits(reference), rtol=1e-4, atol=1e-5)
 
@@ -225,12 +237,12 @@ def _with(blocks: Array, start: int, octets: bytes) -> Array:
 
 REFUSED: dict[str, tuple[Tensors, str]] = {
     "a type": (
-        {"blk.0.ffn_up.weight": ("IQ2_XXS", np.zeros((128, 66), dtype=np.uint8))},
-        r"tensor blk.0.ffn_up.weight is of type IQ2_XXS; qgemm reads Q4_0, .*, MXFP4, so dequantize it",
+        {"blk.0.ffn_up.weight": ("NVFP4", np.zeros((128, 36), dtype=np.uint8))},
+        r"tensor blk.0.ffn_up.weight is of type NVFP4, which qgemm doesn't read, so dequantize it",
     ),
-    "a type of 3 bits": (
-        {"blk.0.ffn_up.weight": ("IQ3_S", np.zeros((128, 110), dtype=np.uint8))},
-        "is of type IQ3_S; qgemm reads",
+    "a type of the library's own": (
+        {"blk.0.ffn_up.weight": ("Q8_1", np.zeros((128, 80), dtype=np.uint8))},
+        "is of type Q8_1, which qgemm doesn't read",
     ),
     "a factor that is NaN": (
         {"blk.0.ffn_up.weight": ("Q8_0", np.full((128, 68), 255, dtype=np.uint8))},
