@@ -124,12 +124,16 @@ class Contents:
         ``sources``: their names in the files; none may be part of another conversion. ``convert`` gets their values in
         this order, on any device, and returns those of ``made``, which maps each new tensor's name in the model to the
         source that errors about its values name, its shape and its dtype. Raises ``CheckpointError`` if the files
-        already contain a tensor with such a name.
+        already contain a tensor with such a name, or others that become it.
         """
         for name, (source, _, _) in made.items():
-            if name not in sources and name in self.stored:
+            others = self._made[name][0].sources if name in self._made else (name,)
+            if (
+                other := next((each for each in others if each not in sources and each in self.stored), None)
+            ) is not None:
+                own = next((each for each in (source, *sources) if each not in others), source)
                 raise CheckpointError(
-                    f"{self.stored[name].path} holds both {source} and {name}; only one of them can be the model's"
+                    f"{self.stored[other].path} holds both {own} and {other}; only one of them can be the model's"
                 )
         for source in sources:
             self.headers.pop(source)

@@ -129,6 +129,20 @@ def make_folder(folder: Path) -> None:
         sync_folder(each.parent)
 
 
+@contextmanager
+def making_folder(folder: Path) -> Iterator[None]:
+    """As ``make_folder``; a folder that was missing is removed again if an exception leaves it empty."""
+    is_new = not folder.exists()
+    make_folder(folder)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
 def sync_file(file: BinaryIO) -> None:
     """Waits until everything written to an open file is on the disk."""
     file.flush()

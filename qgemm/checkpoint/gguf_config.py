@@ -153,7 +153,7 @@ def _check_is_computed(path: Path, own: dict[str, Any], architecture: str) -> No
         base = 10000.0 if architecture == "gemma3" else own.get("rope.freq_base", 10000.0)
         fixed = {"attention.sliding_window_pattern": each, "rope.freq_base_swa": base}
     for name, value in fixed.items():
-        if own.get(name, value) != value:
+        if name in own and own[name] != value:
             raise unsupported(f"{path}: {name} is {own[name]}, and in transformers' model of {architecture} {value}")
     if architecture == "gemma3" and not own.get("attention.sliding_window"):
         raise unsupported(f"{path} doesn't state attention.sliding_window: transformers' model would have windows")

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from qgemm.arguments import as_new_folder, check_model
 from qgemm.checkpoint import compressed_tensors_writer, gptq_writer
 from qgemm.checkpoint.compressed_tensors_groups import QUANT_METHOD as COMPRESSED_TENSORS
-from qgemm.checkpoint.disk import make_folder, remove_unfinished, writing
+from qgemm.checkpoint.disk import making_folder, remove_unfinished, writing
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.gptq import QUANT_METHOD as GPTQ
 from qgemm.checkpoint.layout import (
@@ -104,8 +104,7 @@ def save_quantized(
         tensors = _OF_OTHERS[format].tensors_to_write(model, layers, tensors, ties)
         quantization = _OF_OTHERS[format].quantization_config(model, layers)
     shards = split_into_shards({name: t.nbytes for name, t in tensors.items()}, parse_size(max_shard_size))
-    make_folder(folder)
-    with writing(folder), locked(folder):
+    with making_folder(folder), writing(folder), locked(folder):
         old_files = checkpoint_files(folder)
         if old_files and not overwrite:
             raise FileExistsError(f"{folder} already holds {', '.join(old_files)}; pass overwrite=True to replace them")

@@ -173,7 +173,9 @@ def mixture_from_compressed_tensors(files: Tensors) -> Tensors:
     for name in list(found):
         if match := _SINGLE.fullmatch(name):
             name, number, leaf, end = match.groups("")
-            experts.setdefault((name, end), {}).setdefault(leaf, {})[int(number)] = found.pop(match[0])
+            part = found.pop(match[0])
+            part = part[:, None] if end == "_scale" and part.ndim == 1 else part  # either is read
+            experts.setdefault((name, end), {}).setdefault(leaf, {})[int(number)] = part
     for (name, end), leaves in experts.items():
         if len({len(parts) for parts in leaves.values()}) > 1:
             continue  # zero points of some experts are gone, which are then symmetric

@@ -130,6 +130,11 @@ GRID = {"weight_scale_inv": torch.ones(5, 2)}
             "0.weight is torch.float32 .* it must be torch.float8_e4m3fn",
         ),
         ({}, BLOCKS, "no file holds a quantized layer"),
+        (
+            {"weight_scale_inv": torch.ones(1), "scale": torch.ones(1, 1)},
+            TENSOR,
+            r"holds both 0\.(weight_scale_inv|scale) and 0\.(weight_scale_inv|scale); only one of them",
+        ),
         (EXPERTS, {**BLOCKS, "weight_block_size": None}, "0 holds fused experts in fp8 without blocks"),
         ({**GRID, **EXPERTS, "gate_up_proj_scale_inv": torch.ones(2, 2)}, BLOCKS, r"it must be .* \[2, 1, 1\]"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from gguf.quants import dequantize
 from torch import Tensor, nn
 
 import qgemm
+from checkpoint.fuzz_gguf import broken
 from checkpoint.gguf_files import Array, Tensors, random_blocks, random_tensors, write_file
-from checkpoint.gguf_models import float_model, settings_of, write_model
+from checkpoint.gguf_mixtures import write_gpt_oss, write_mixtral
+from checkpoint.gguf_models import MODELS, float_model, settings_of, write_model
 from qgemm import CheckpointError, QuantLinear
 from qgemm.nn import QuantLayer
 
@@ -284,3 +287,36 @@ def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
     path = write_file(tmp_path / "a.gguf", "llama", settings_of("llama"), tensors)
     with pytest.raises(CheckpointError, match=r"lacks tensors of the model: model.layers.1.mlp.up_proj.weight"):
         qgemm.load_quantized(path)
+
+
+BROKEN, COMPLETE_BROKEN = 100, 2000
+"""Files; the latter with ``--complete``. 12,000 have been read."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_broken_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Each is refused, or loads as a model whose values its layers accept."""
+    writers = {"gpt-oss": write_gpt_oss, "mixtral": write_mixtral}
+    good = {name: write_model(tmp_path / f"{name}.gguf", name).read_bytes() for name in MODELS}
+    for name, write in writers.items():
+        write(tmp_path / f"{name}.gguf")
+        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    path, loaded = tmp_path / "broken.gguf", 0
+    cases = COMPLETE_BROKEN if pytestconfig.getoption("--complete") else BROKEN
+    for number in range(cases):
+        rng = random.Random(number)
+        name = rng.choice(sorted(good))
+        path.write_bytes(broken(good[name], "llama" if name == "mixtral" else name, rng))
+        try:
+            model = qgemm.load_quantized(path)
+        except CheckpointError:
+            continue
+        except Exception as error:
+            pytest.fail(f"case {number}, {name}: {type(error).__name__} {error}")
+        loaded += 1
+        for layer in model.modules():
+            if isinstance(layer, QuantLayer):
+                problems = [layer.problem_with(leaf, value) for leaf, value in layer.named_parameters(recurse=False)]
+                assert not any(problems), f"case {number}"
+    assert cases / 10 < loaded < cases / 2

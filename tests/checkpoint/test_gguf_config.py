@@ -155,6 +155,8 @@ def test_the_bound_of_logits(tmp_path: Path) -> None:
 
 
 def test_settings_that_change_nothing(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.gguf", "gemma2", settings_of("gemma2", rope__freq_base=math.nan), {})
+    assert read_gguf(path).config("float32")["sliding_window"] == 8
     said = {"attention.sliding_window_pattern": 6, "rope.freq_base_swa": 10000.0, "rope.dimension_count": 32}
     path = write_file(tmp_path / "a.gguf", "gemma3", settings_of("gemma3") | said, {})
     assert read_gguf(path).config("float32")["sliding_window"] == 8

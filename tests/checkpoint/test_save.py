@@ -289,6 +289,20 @@ def other_llama() -> nn.Module:
     return swap_linears(tiny_llama())
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_that_stays_empty_is_removed_if_it_is_new(
+    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if exists:
+        (tmp_path / "new").mkdir()
+    model = other_llama()
+    fail_at(1, monkeypatch)
+    monkeypatch.setattr("qgemm.checkpoint.disk.sync_folder", lambda folder: None)
+    with pytest.raises(OSError, match="No space left"):
+        save_quantized(model, tmp_path / "new")
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"] * exists
+
+
 @pytest.mark.slow
 def test_a_failure_at_any_step_leaves_one_whole_checkpoint(llama_folder: Path, tmp_path: Path) -> None:
     old, new = load_quantized(llama_folder).state_dict(), other_llama()

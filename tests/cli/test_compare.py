@@ -199,6 +199,7 @@ def test_scales_per_row_tensor_and_block(tmp_path: Path) -> None:
     assert run_json("compare", a, c)["largest_error"] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow(quick=["gguf"])
 @pytest.mark.parametrize("format", ["gptq", "gguf"])
 def test_work_is_proportional_to_the_number_of_layers(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -74,11 +74,13 @@ def test_missing_tensors_are_refused(leaf: str, llama_folder: Path, tmp_path: Pa
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders here")
 @pytest.mark.parametrize("quantized", [True, False])
-def test_a_pipe_as_shard(quantized: bool, llama_folder: Path, tmp_path: Path) -> None:
+def test_no_shard_and_a_pipe_as_one(quantized: bool, llama_folder: Path, tmp_path: Path) -> None:
     # Whoever opened it, would wait forever for somebody who writes.
     (load_int8 if quantized else load)(llama_folder).save_pretrained(tmp_path / "shards", max_shard_size="30KB")
     shard = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
     shard.unlink()
+    with pytest.raises(qgemm.CheckpointError, match=f"{shard.name} can't be read: .*No such file"):
+        (load if quantized else load_int8)(tmp_path / "shards")
     os.mkfifo(shard)
     with pytest.raises(qgemm.CheckpointError, match=f"{shard.name} is a pipe; only regular files are read"):
         (load if quantized else load_int8)(tmp_path / "shards")

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
-from qgemm.checkpoint.disk import check_regular
+from qgemm.checkpoint.disk import check_regular, reading
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import built_again
 from qgemm.checkpoint.requantize import convert_layers
@@ -120,7 +120,8 @@ class QGemmQuantizer(HfQuantizer):
     ) -> None:
         files = [Path(file) for file in checkpoint_files or ()]
         for file in files:
-            check_regular(file)  # transformers would open anything
+            with reading(file):
+                check_regular(file)  # transformers would open anything
         if self._distributed_config is not None:
             go_by(model, self._distributed_config)
         if self.quantization_config.foreign or (not self.pre_quantized and is_foreign(files)):
