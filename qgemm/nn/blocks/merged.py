@@ -112,7 +112,8 @@ class MergedWeights:
             for parameter, size in zip(parameters, sizes, strict=True)
         ]
         # A parameter, because a compiler may then assume that the address stays.
-        whole = frozen(joined_rows(parts))
+        beside = _rows_side_by_side(parts)
+        whole = frozen(joined_rows(parts) if beside is None else beside)
         for parameter, own in zip(parameters, whole.detach().split(sizes), strict=True):
             if parameter is not None:
                 parameter.data = own
@@ -164,6 +165,21 @@ class MergedWeights:
     def __getstate__(self) -> dict[str, Any]:
         """The layers, for ``pickle`` and ``deepcopy``: copies are placed side by side at the next call."""
         return {"layers": self.layers, "_operands": None, "_placed": (), "_addresses": []}
+
+
+def _rows_side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+    """``torch.cat(parts)`` as a view, if they follow one another in memory; else None.
+
+    They do in a copy, a file or another process, and where they were moved together, as by ``share_memory``.
+    """
+    first, end = parts[0], parts[0].storage_offset()
+    storage = first.untyped_storage()._cdata
+    for part in parts:
+        is_next = part.untyped_storage()._cdata == storage and part.storage_offset() == end
+        if not is_next or not part.is_contiguous() or not part.numel():
+            return None
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,)).view(-1, *first.shape[1:])
 
 
 def why_apart(layers: Sequence[nn.Module]) -> str:

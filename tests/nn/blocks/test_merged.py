@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -152,6 +156,67 @@ def test_a_copy_has_memory_of_its_own() -> None:
     with torch.no_grad():
         copied[0].get_parameter("weight_scale").fill_(1.0)
     assert not torch.equal(copied[0](torch.ones(1, 64)), model[0](torch.ones(1, 64)))
+
+
+def test_values_that_are_side_by_side_already_are_not_copied() -> None:
+    merged = MergedWeights(layers(bias=True))
+    model, x = nn.ModuleList(merged.layers), torch.randn(5, 64)
+    expected = compute(merged, x)
+    model.share_memory()
+    assert torch.equal(compute(merged, x), expected)
+    assert all(parameter.is_shared() for parameter in model.parameters())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    addresses = [parameter.data_ptr() for parameter in loaded.parameters()]
+    assert torch.equal(compute(loaded[0].merged, x), expected)
+    assert [parameter.data_ptr() for parameter in loaded.parameters()] == addresses
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4-32"])
+def test_code_that_drops_tensors_which_share_a_storage_saves_all(scheme: str, tmp_path: Path) -> None:
+    parts = [linear_class(scheme).from_linear(nn.Linear(64, size), scheme) for size in SIZES]
+    merged, model = MergedWeights(parts), nn.ModuleList(parts)
+    assert is_side_by_side(merged)
+    state = model.state_dict()
+    for name, parameter in model.named_parameters():
+        assert state[name].data_ptr() == parameter.data_ptr()
+        assert state[name].untyped_storage().nbytes() == parameter.nbytes
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    safetensors.torch.save_model(model, tmp_path / "other.safetensors")
+    for file in ("model.safetensors", "other.safetensors"):
+        loaded = safetensors.torch.load_file(tmp_path / file)
+        assert loaded.keys() == state.keys()
+        assert all(
+            torch.equal(loaded[name].view(torch.uint8), value.view(torch.uint8)) for name, value in state.items()
+        )
+    expected = [value.clone() for value in state.values()]
+    del merged, parts, model  # the values keep the memory alive
+    assert all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(state.values(), expected, strict=True)
+    )
+
+
+def test_values_of_a_state_dict_can_be_changed_in_place() -> None:
+    # As torch.distributed.checkpoint does.
+    merged, x = MergedWeights(layers()), torch.randn(5, 64)
+    others = nn.ModuleList(layers())
+    expected = torch.cat([layer(x) for layer in others], dim=-1)
+    for name, value in nn.ModuleList(merged.layers).state_dict().items():
+        value.copy_(others.state_dict()[name])
+    assert torch.equal(compute(merged, x), expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
+def test_rows_of_one_memory_in_any_order(order: tuple[int, ...]) -> None:
+    weight, scale = torch.randint(-127, 127, (3, 16)).to(torch.int8), torch.rand(3) + 0.1
+    parts = [QuantLinear(16, 1, bias=False) for _ in order]
+    for layer, place in zip(parts, order, strict=True):
+        row = slice(place, place + 1)
+        layer.load_state_dict({"weight": weight[row], "weight_scale": scale[row]}, assign=True)
+    x = torch.randn(5, 16)
+    assert torch.equal(compute(MergedWeights(parts), x), torch.cat([layer(x) for layer in parts], dim=-1))
 
 
 def test_without_values_there_is_no_product() -> None:
