@@ -96,9 +96,9 @@ def test_what_is_wrong_with_a_file(llama: Path) -> None:
     assert "tiny.gguf: blk.0.attn_k.weight holds NaN or Inf" in problem
     llama.write_bytes(content[:-1000])
     assert "tiny.gguf is truncated or no GGUF file: tensor" in run_failing("inspect", llama)
-    write_gguf(llama, types={"ffn_up": "IQ3_S"})
+    write_gguf(llama, types={"ffn_up": "NVFP4"})
     found = run_json("inspect", llama)
-    assert "blk.0.ffn_up.weight is of type IQ3_S; qgemm reads Q4_0" in found["refusal"]
+    assert "blk.0.ffn_up.weight is of type NVFP4, which qgemm doesn't read" in found["refusal"]
     assert found["refusal"] in run_failing("compare", llama, llama)
 
 
