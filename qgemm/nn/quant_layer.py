@@ -7,7 +7,9 @@ only biases follow. Code around a layer that reads its weight gets a view that r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -104,10 +106,20 @@ class QuantLayer(nn.Module):
             return value
         if torch.compiler.is_compiling():
             return TracedWeight(value, self.layer_name)
-        # On meta there are no values to read, and code that loads and saves compares parameters by identity.
-        if type(value) is not nn.Parameter or value.is_meta:
+        if type(value) is not nn.Parameter or self._is_asked_for(value, sys._getframe(1)):
             return value
         return StoredWeight(value, self.layer_name)
+
+    def _is_asked_for(self, parameter: nn.Parameter, caller: FrameType) -> bool:
+        """Whether the code that reads an attribute needs ``parameter`` itself, not a ``StoredWeight``.
+
+        accelerate does, because it casts new values to the dtype that it finds. On meta, code that loads compares
+        dtypes, shapes and identities; only the code of a model whose layers accelerate offloads has no use for these.
+        """
+        package = str(caller.f_globals.get("__name__")).partition(".")[0]
+        if not parameter.is_meta:
+            return package == "accelerate"
+        return package in ("accelerate", "torch", "qgemm") or "_hf_hook" not in vars(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in ``nn.Module``; for a ``StoredWeight``, the parameter itself is set."""

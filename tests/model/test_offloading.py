@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,16 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_submodules
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import qgemm
 import qgemm.calibration.quantize_block
@@ -265,6 +275,68 @@ def test_from_pretrained_with_a_device_map_that_offloads(scheme: str, tmp_path: 
     qgemm.fast_generate(qgemm.fuse(loaded))
     with pytest.warns(UserWarning, match=r"transformers' own loop, .* spread over several devices"):
         assert torch.equal(loaded.generate(IDS, max_new_tokens=4, do_sample=False), tokens)
+
+
+def t5() -> T5ForConditionalGeneration:
+    sizes = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=16)).eval()
+
+
+def every_second_block_on(where: str, model: nn.Module) -> dict[str, str]:
+    names = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: where if {"block.1", "h.1"} & set(re.findall(r"\w+\.1", name)) else "cpu" for name in names}
+
+
+MODELS = [
+    (t5, {"input_ids": IDS, "decoder_input_ids": IDS}),  # it asks for a weight's dtype, to cast its input
+    (gpt2, {"input_ids": IDS}),
+]
+
+
+@pytest.mark.slow(quick=["int4-t5"])
+@pytest.mark.parametrize(("build", "inputs"), MODELS, ids=["t5", "gpt2"])
+@pytest.mark.parametrize(
+    "scheme", ["int8", "int8-weight", "int4", "int4-int8", "fp8", "fp8-block", "mxfp4", "nvfp4", "nf4"]
+)
+def test_parts_of_models_that_read_their_weights(
+    scheme: str, build: Callable[[], Any], inputs: dict[str, Tensor], tmp_path: Path
+) -> None:
+    model: Any = quantize_model(build(), scheme)
+    model.save_pretrained(tmp_path / "quantized")
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    device_map = every_second_block_on("disk", model)
+    assert {"cpu", "disk"} == set(device_map.values())
+    # transformers initializes what no file has, which nothing on disk may pass for.
+    loaded = type(model).from_pretrained(
+        tmp_path / "quantized", device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    offloaded = (
+        offload_to_cpu(copy.deepcopy(model)),
+        accelerate.disk_offload(copy.deepcopy(model), tmp_path / "all", execution_device="cpu"),
+        accelerate.dispatch_model(
+            copy.deepcopy(model), device_map, main_device="cpu", offload_dir=tmp_path / "dispatched"
+        ),
+        loaded,
+    )
+    for each in offloaded:
+        with torch.no_grad():
+            assert torch.equal(each(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_accelerate_loads_into_a_model_with_values(scheme: str, tmp_path: Path) -> None:
+    # It casts what it reads to the dtype of what it replaces.
+    model, other = (quantize_model(llama(), scheme) for _ in range(2))
+    save_quantized(model, tmp_path)
+    accelerate.load_checkpoint_in_model(other, tmp_path, device_map={"": "cpu"})
+    assert torch.equal(logits(other), logits(model))
+    for name, value in model.state_dict().items():
+        assert other.state_dict()[name].dtype == value.dtype, name
 
 
 def test_a_weight_on_meta_is_no_garbage() -> None:

@@ -76,6 +76,10 @@ class QuantizedLoad:
                 plan_layers(model, layers)
             for name, layer in layers.items():
                 model.set_submodule(name, layer)
+                for parameter in layer.parameters(recurse=False):
+                    # What stays on disk is never read, and transformers would draw random numbers for it. A parameter
+                    # that no file has is made anew, without this mark.
+                    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         forget_ties(model, layers, manifest.tied)
         # transformers initializes what the files have under another name, which would overwrite a module with both
         # names.
