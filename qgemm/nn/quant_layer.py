@@ -7,6 +7,7 @@ only biases follow. Code around a layer that reads its weight gets a view that r
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -173,6 +174,17 @@ class QuantLayer(nn.Module):
             )
         return super().requires_grad_(False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes, for ``pickle`` and ``deepcopy``; float8 parameters as what ``pickle`` can write."""
+        own = {name: _Float8.of(parameter) for name, parameter in self._parameters.items()}
+        return {**vars(self), "_parameters": own}
+
+    def __copy__(self: Layer) -> Layer:
+        """A layer with the same attributes, as of any module."""
+        other = self.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
     def _apply(self: Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
         # .to(dtype), .half() and .type() would cast values that only make sense in their dtype; only the device
         # changes.
@@ -211,6 +223,31 @@ class QuantLayer(nn.Module):
             self.take_dtype(name, value.dtype)
         super()._load_from_state_dict({**state_dict, **scales} if scales else state_dict, prefix, *args)
         self.settle()
+
+
+class _Float8:
+    """A float8 parameter while a layer is pickled: as bytes, because ``pickle`` by itself can't write float8."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter | None) -> Any:
+        """``parameter``, wrapped if it is float8."""
+        if type(parameter) is nn.Parameter and parameter.dtype == FP8.storage:
+            return cls(parameter)
+        return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied: nn.Parameter = copy.deepcopy(self._parameter, memo)
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _from_bytes, (self._parameter.detach().view(torch.uint8),)
+
+
+def _from_bytes(stored: Tensor) -> nn.Parameter:
+    return frozen(stored.view(FP8.storage))
 
 
 def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,10 @@ def with_cache(families: list[str]) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.complete] if name in AS_LLAMA else []) for name in families]
 
 
-def quantized(family: str) -> Example:
+def quantized(family: str, scheme: str = "int8") -> Example:
     build = {**MIXTURES, **STRUCTURES, **ENCODERS, **FAMILIES}[family]
     example = build()
-    quantize_model(example.model)
+    quantize_model(example.model, scheme)
     return example
 
 
@@ -350,16 +351,19 @@ def test_what_is_saved_is_the_model(tmp_path: Path) -> None:
         assert torch.equal(Example(fuse(each), example.inputs).output(), example.output())
 
 
-def test_a_copy_and_a_pickled_model_compute_the_same(tmp_path: Path) -> None:
-    example = quantized("llama")
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_a_copy_and_a_pickled_model_compute_the_same(scheme: str, tmp_path: Path) -> None:
+    example = quantized("llama", scheme)
     fuse(example.model)
     expected, products = example.output(), products_in(example)
     copied = Example(copy.deepcopy(example.model), example.inputs)
     assert torch.equal(copied.output(), expected)
     assert products_in(copied) == products
     torch.save(example.model, tmp_path / "model.pt")
-    loaded = Example(torch.load(tmp_path / "model.pt", weights_only=False), example.inputs)
-    assert torch.equal(loaded.output(), expected)
+    for again in (torch.load(tmp_path / "model.pt", weights_only=False), pickle.loads(pickle.dumps(example.model))):
+        for loaded in (Example(again, example.inputs), Example(copy.deepcopy(again), example.inputs)):
+            assert torch.equal(loaded.output(), expected)
+            assert products_in(loaded) == products
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2's layers aren't told what is asked for

@@ -445,8 +445,9 @@ def assert_same(layer: nn.Module, other: nn.Module) -> None:
     ],
     ids=["half", "to", "device", "deepcopy", "pickle"],
 )
-def test_values_survive(move: Any) -> None:
-    layer = QuantExperts.from_experts(ALL["gpt_oss"]())
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_values_survive(scheme: str, move: Any) -> None:
+    layer = QuantExperts.from_experts(ALL["gpt_oss"](), scheme)
     layer.config = None  # type: ignore[assignment]
     for name in ("gate_up_proj_bias", "down_proj_bias"):
         getattr(layer, name).data.copy_(getattr(layer, name).half().bfloat16())

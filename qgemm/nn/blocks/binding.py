@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 _NAME = "_qgemm_fused"
+_BINDING = "_qgemm_binding"
 _LIKE_CLASS = "_qgemm_like_class"
 
 
@@ -23,10 +24,30 @@ class Fused(Protocol):
         """Gives all layers whose weights it merged memory of their own again."""
 
 
+class _Binding:
+    """What restores a fused module's ``forward`` from a pickle, where a method is its name: that of the class's own.
+
+    It precedes ``forward`` in the module's attributes, so that name finds what this has set.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward = module, forward
+
+    def __reduce__(self) -> Any:
+        return _set_forward, (self._module, self._forward)
+
+
 def bind(module: nn.Module, fused: Fused) -> None:
     """Makes ``module`` compute as ``fused`` says."""
     setattr(module, _NAME, fused)
-    module.forward = types.MethodType(fused.forward, module)  # type: ignore[method-assign]
+    vars(module).pop("forward", None)
+    _set_forward(module, fused.forward)
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> _Binding:
+    binding = vars(module)[_BINDING] = _Binding(module, forward)
+    vars(module)["forward"] = types.MethodType(forward, module)
+    return binding
 
 
 def unbind(module: nn.Module) -> None:
@@ -36,6 +57,7 @@ def unbind(module: nn.Module) -> None:
         return
     fused.separate()
     delattr(module, _NAME)
+    delattr(module, _BINDING)
     if getattr(vars(module).get("forward"), "__func__", None) is fused.forward:
         del module.forward
 

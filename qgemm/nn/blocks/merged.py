@@ -161,15 +161,9 @@ class MergedWeights:
                 return False
         return not _differing(self.layers)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MergedWeights:
-        """Merges the copied layers. Each has memory of its own until they are placed, at the next call."""
-        from copy import deepcopy
-
-        copied = MergedWeights.__new__(MergedWeights)
-        memo[id(self)] = copied
-        copied._operands, copied._placed, copied._addresses = None, (), []
-        copied.layers = tuple(deepcopy(layer, memo) for layer in self.layers)
-        return copied
+    def __getstate__(self) -> dict[str, Any]:
+        """The layers, for ``pickle`` and ``deepcopy``: copies are placed side by side at the next call."""
+        return {"layers": self.layers, "_operands": None, "_placed": (), "_addresses": []}
 
 
 def why_apart(layers: Sequence[nn.Module]) -> str:
