@@ -237,8 +237,8 @@ class QuantExperts(QuantLayer):
                 if str(error) != NOT_FINITE:
                     raise
                 raise ValueError(
-                    f"{source.parameters[name]} of expert {expert} holds NaN or Inf, which can't be quantized: repair "
-                    "the checkpoint or skip the layer"
+                    f"{source.parameters[name]} of expert {expert} holds NaN or Inf, or numbers too large for a "
+                    "scale, which can't be quantized: repair the checkpoint or skip the layer"
                 ) from None
             for end in _ENDS:
                 made = linear._parameters.get(_leaf(end))

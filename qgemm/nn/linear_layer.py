@@ -28,7 +28,10 @@ Linear = TypeVar("Linear", bound="LinearLayer")
 InputScale: TypeAlias = "Tensor | float | tuple[Tensor | float, Tensor | int]"
 """The scale of a static activation, or, for an asymmetric scheme, the pair of a scale and a zero point."""
 
-NOT_FINITE = "weight holds NaN or Inf, which can't be quantized: repair the checkpoint or skip the layer"
+NOT_FINITE = (
+    "weight holds NaN or Inf, or numbers too large for a scale, which can't be quantized: repair the checkpoint or "
+    "skip the layer"
+)
 
 
 class LinearLayer(QuantLayer):
@@ -252,16 +255,16 @@ class LinearLayer(QuantLayer):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype.
 
-        Under autocast the output has autocast's dtype, as with ``nn.Linear``. For a jagged nested tensor it returns one
-        with rows of the same lengths. The argument is called ``input``, as in ``nn.Linear``, for models that pass it by
-        name.
+        Under autocast the output has autocast's dtype, as with ``nn.Linear``. For a nested tensor it returns one of the
+        same layout, with rows of the same lengths. The argument is called ``input``, as in ``nn.Linear``, for models
+        that pass it by name.
         """
         if type(input) is not Tensor:
             if isinstance(input, Proxy):
                 return traced_as_leaf(self, input)
             check_is_tensor(input)
-            if input.is_nested:
-                return self._of_jagged(input)
+        if input.is_nested:
+            return self._of_nested(input)
         if self.shard is None:
             return self.compute(input)
         return self.shard.leave(self.compute(self.shard.enter(input)))
@@ -307,8 +310,17 @@ class LinearLayer(QuantLayer):
         if shard.rank and self.bias is not None:
             self.bias = frozen(torch.zeros_like(self.bias)) if self.folds_bias else None
 
-    def _of_jagged(self, x: Any) -> Tensor:
-        rows: Tensor = torch.nested.nested_tensor_from_jagged(self.forward(x.values()), x.offsets(), x.lengths())
+    def _of_nested(self, x: Any) -> Tensor:
+        rows: Tensor
+        if x.layout == torch.jagged:
+            rows = torch.nested.nested_tensor_from_jagged(self.forward(x.values()), x.offsets(), x.lengths())
+        else:
+            parts = x.unbind()
+            shapes = [part.shape[:-1] for part in parts]
+            out = self.forward(torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]))
+            pieces = out.split([shape.numel() for shape in shapes])
+            made = [piece.reshape(*shape, out.shape[-1]) for piece, shape in zip(pieces, shapes, strict=True)]
+            rows = torch.nested.as_nested_tensor(made)
         return rows
 
     def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:

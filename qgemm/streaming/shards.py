@@ -91,8 +91,8 @@ def _made(
             made = layer.convert_rows(part)
         except ValueError as problem:
             raise CheckpointError(
-                f"the weight of {weight.layer!r} holds NaN or Inf, which can't be quantized: repair the checkpoint, or "
-                "pass this name in skip"
+                f"the weight of {weight.layer!r} holds NaN or Inf, or numbers too large for a scale, which can't be "
+                "quantized: repair the checkpoint, or pass this name in skip"
             ) from problem
         error.add(part, partial(layer.restore_rows, made))
         nbytes = part.nbytes

@@ -373,7 +373,7 @@ def test_modules_that_are_not_understood_are_refused(change: Any, reason: str) -
 def test_nan_is_refused_by_expert() -> None:
     module: Any = ALL["gpt_oss"]()
     module.down_proj.data[2, 5, 3] = torch.nan
-    with pytest.raises(ValueError, match="down_proj of expert 2 holds NaN or Inf, which can't be quantized"):
+    with pytest.raises(ValueError, match=r"down_proj of expert 2 holds NaN or Inf.*can't be quantized"):
         QuantExperts.from_experts(module)
 
 

@@ -177,6 +177,16 @@ def test_a_weight_that_is_not_finite_is_refused(scheme: str, value: float) -> No
         quantized_layer(linear, scheme)
 
 
+def test_a_weight_whose_scale_would_not_be_finite_is_refused() -> None:
+    linear = nn.Linear(K, N)
+    with torch.no_grad():
+        linear.weight[7, 130] = 3.4e38
+    with pytest.raises(
+        ValueError, match=r"or numbers too large for a scale.*: repair the checkpoint or skip the layer"
+    ):
+        quantized_layer(linear, "nf4")
+
+
 @SCHEME
 def test_an_input_scale_goes_with_static_schemes_only(scheme: str) -> None:
     found = resolve_scheme(scheme)
@@ -347,6 +357,19 @@ def test_a_jagged_nested_tensor(scheme: str) -> None:
     assert (out + layer.dequantize()(x)).shape == out.shape  # as rows of the same lengths
     out.values().sum().backward()
     assert x.grad.shape == x.shape
+
+
+@SCHEME
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_strided_nested_tensor(scheme: str) -> None:
+    layer, parts = make(scheme), [torch.randn(2, 3, K), torch.randn(4, 0, K), torch.randn(1, 5, K)]
+    x = torch.nested.nested_tensor(parts, requires_grad=True)
+    out = layer(x)
+    wanted = layer(torch.cat([part.reshape(-1, K) for part in parts]))
+    assert [part.shape for part in out.unbind()] == [(2, 3, N), (4, 0, N), (1, 5, N)]
+    assert torch.equal(torch.cat([part.reshape(-1, N) for part in out.unbind()]), wanted)
+    out.to_padded_tensor(0.0).sum().backward()
+    assert x.grad.is_nested
 
 
 @SCHEME
