@@ -128,6 +128,27 @@ class QuantLayer(nn.Module):
         if self.merged is not None and name in self._parameters:
             self.merged.let_go()
 
+    def __delattr__(self, name: str) -> None:
+        """As in ``nn.Module``; raises ``RuntimeError`` for quantized values, which a parametrization would replace."""
+        if name in self._parameters:
+            self._check_may_replace(name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in ``nn.Module``; raises ``RuntimeError`` where quantized values would be pruned."""
+        if name.endswith("_orig"):  # as torch.nn.utils.prune calls what it prunes
+            self._check_may_replace(name.removesuffix("_orig"))
+        super().register_parameter(name, param)
+
+    def _check_may_replace(self, name: str) -> None:
+        if name in type(self).weight_names:
+            layer = self.layer_name
+            raise RuntimeError(
+                f"{layer or 'a layer'} is quantized: its weight can't be parametrized or pruned. Do that to the float "
+                "layer, and make it permanent (remove_parametrizations, prune.remove) before you quantize; or leave "
+                f"the layer in float (skip={layer or 'its name'!r} in quantize_model)"
+            )
+
     def stored(self, name: str) -> Any:
         """A parameter itself, with its stored values."""
         parameters = self._parameters

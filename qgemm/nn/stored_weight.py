@@ -92,8 +92,11 @@ class StoredWeight(Tensor):
             raise refuse_to_compute(view.layer, view.stored.dtype)
         try:
             out = func(*args, **kwargs)
-        except NotImplementedError as error:  # such as for random numbers, which exist only for floats
-            raise refuse_to_compute(view.layer, view.stored.dtype) from error
+        except (NotImplementedError, RuntimeError) as error:
+            # Such as for random numbers or norms, which exist only for floats.
+            if isinstance(error, NotImplementedError) or "floating point" in str(error):
+                raise refuse_to_compute(view.layer, view.stored.dtype) from error
+            raise
         if not is_about_values or isinstance(out, torch.Size):  # tree_map_only would turn a Size into a tuple
             return out
         if any(map(_is_float, tree_leaves(out))):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
 
 from qgemm import QuantExperts, QuantLinear, quantize_model
 from qgemm.nn import QuantLayer, WeightOnlyLinear
@@ -70,6 +71,32 @@ def test_a_read_raises_and_names_the_layer(how: str, scheme: str, device: torch.
     wanted = r"block\.proj is quantized.* u?int8.*skip='block\.proj' in quantize_model.*dequantize\(\)"
     with pytest.raises(RuntimeError, match=wanted):
         model["block"](x)
+
+
+REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
+    "parametrized": lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity()),
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    "pruned by its structure": lambda layer: prune.ln_structured(layer, "weight", amount=0.5, n=2, dim=0),
+}
+
+
+@pytest.mark.parametrize("how", REPLACEMENTS)
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_a_weight_is_not_replaced_by_one_that_is_computed(how: str, scheme: str) -> None:
+    model = quantize_model(nn.ModuleDict({"proj": nn.Linear(16, 16)}), scheme)
+    layer, x = model["proj"], torch.randn(3, 16)
+    wanted, attributes = layer(x), list(vars(layer))
+    with pytest.raises(RuntimeError, match=r"^proj is quantized.*can't be parametrized or pruned.*skip='proj'"):
+        REPLACEMENTS[how](layer)
+    assert torch.equal(layer(x), wanted)
+    assert list(vars(layer)) == attributes
+    prune.random_unstructured(layer, "bias", amount=0.5)
+    assert (layer(x) != wanted).any()
+
+
+def test_weight_norm_needs_floats(layer: QuantLinear) -> None:
+    with pytest.raises(RuntimeError, match="is quantized: its weight is stored as int8"):
+        nn.utils.parametrizations.weight_norm(layer)
 
 
 def test_the_way_out_of_the_error() -> None:
