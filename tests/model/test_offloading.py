@@ -255,6 +255,24 @@ def test_a_quantized_checkpoint_is_dispatched_into_an_empty_model(where: str, tm
     assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.parametrize("build", [llama, mixtral])
+def test_an_offloaded_model_is_dequantized_after_it_was_brought_back(build: Callable[[], Any], tmp_path: Path) -> None:
+    model: Any = quantize_model(build())
+    expected = logits(copy.deepcopy(model).dequantize())
+    accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.\S+ is offloaded.*remove_hook_from_submodules\(model\)"):
+        model.dequantize()
+    remove_hook_from_submodules(model)
+    assert torch.equal(logits(model.dequantize()), expected)
+
+
+def test_hooks_that_only_place_a_layer_survive_dequantize() -> None:
+    model: Any = quantize_model(llama())
+    add_hook_to_module(model.model.layers[0].mlp.up_proj, AlignDevicesHook("cpu", io_same_device=True))
+    model.dequantize()
+    assert model.model.layers[0].mlp.up_proj._hf_hook.io_same_device
+
+
 @pytest.mark.slow(quick=["int8"])
 @pytest.mark.parametrize("scheme", ["int8", "int8-hadamard", "int4-32", "fp8"])
 def test_from_pretrained_with_a_device_map_that_offloads(scheme: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from qgemm.integrations.transformers.reading import QuantizedLoad
 from qgemm.integrations.transformers.renaming import check_files
 from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
 from qgemm.integrations.transformers.tensor_parallel import cut_layers, go_by, is_cut
+from qgemm.model.offloading import carry_hooks, is_offloaded
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import close_attention
 from qgemm.nn.float_experts import describe_experts
@@ -178,12 +179,23 @@ class QGemmQuantizer(HfQuantizer):
             raise ValueError(
                 "this model is split among processes: save it, load it in one process, and dequantize that"
             )
+        layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
+        if offloaded := [name for name, layer in layers.items() if is_offloaded(layer)]:
+            raise ValueError(
+                f"{offloaded[0]} is offloaded, and only layers in memory can be dequantized: call "
+                "accelerate.hooks.remove_hook_from_submodules(model) first, which loads what is offloaded"
+            )
         plain = built_again(model)
-        for name, module in list(model.named_modules(remove_duplicate=False)):
-            if isinstance(module, LinearLayer):
-                model.set_submodule(name, module.dequantize(wanted))
-            elif isinstance(module, QuantExperts):
-                model.set_submodule(name, _float_experts(plain.get_submodule(name), module, wanted))
+        made: dict[nn.Module, nn.Module] = {}
+        for name, layer in layers.items():
+            if layer not in made:
+                if isinstance(layer, LinearLayer):
+                    made[layer] = layer.dequantize(wanted)
+                else:
+                    assert isinstance(layer, QuantExperts)
+                    made[layer] = _float_experts(plain.get_submodule(name), layer, wanted)
+                carry_hooks(layer, made[layer])
+            model.set_submodule(name, made[layer])
         close_attention(model)
         return model
 
