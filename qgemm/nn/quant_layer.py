@@ -124,7 +124,11 @@ class QuantLayer(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in ``nn.Module``; for a ``StoredWeight``, the parameter itself is set."""
-        super().__setattr__(name, value.stored if type(value) is StoredWeight else value)
+        if type(value) is StoredWeight:
+            value = value.stored
+        elif type(value) is Tensor and name in type(self).weight_names and name not in self._parameters:
+            value = StoredWeight(value, self.layer_name)  # of a replica of nn.DataParallel, which has no parameters
+        super().__setattr__(name, value)
         if self.merged is not None and name in self._parameters:
             self.merged.let_go()
 
@@ -152,8 +156,10 @@ class QuantLayer(nn.Module):
     def stored(self, name: str) -> Any:
         """A parameter itself, with its stored values."""
         parameters = self._parameters
-        # Otherwise None, or a plain tensor in its place, as nn.DataParallel and parametrizations have.
-        return parameters[name] if name in parameters else getattr(self, name)
+        if name in parameters:
+            return parameters[name]
+        value = getattr(self, name)  # None, or a tensor that is no parameter
+        return value.stored if type(value) is StoredWeight else value
 
     @property
     def fixed_names(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,23 @@ def test_a_copy_and_a_pickled_model_compute_the_same(scheme: str, tmp_path: Path
         for loaded in (Example(again, example.inputs), Example(copy.deepcopy(again), example.inputs)):
             assert torch.equal(loaded.output(), expected)
             assert products_in(loaded) == products
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_replica_computes_with_its_own_parameters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As nn.DataParallel makes one for each GPU; here the GPU is the CPU.
+    def copies(tensors: list[torch.Tensor], devices: list[int], buffer_size: int = 0) -> list[list[torch.Tensor]]:
+        return [[tensor.detach().clone() for tensor in tensors] for _ in devices]
+
+    monkeypatch.setattr("torch.nn.parallel.comm.broadcast_coalesced", copies)
+    monkeypatch.setattr(sys.modules[nn.parallel.replicate.__module__], "_get_device_index", lambda *_: 0)
+    example = quantized(family)
+    fuse(example.model)
+    expected = example.output()
+    replica = nn.parallel.replicate(example.model, [0], detach=True)[0]
+    for parameter in example.model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(Example(replica, example.inputs).output(), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2's layers aren't told what is asked for

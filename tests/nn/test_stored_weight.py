@@ -229,6 +229,19 @@ def test_a_compiled_model_may_ask_too(scheme: str) -> None:
     assert torch.equal(exported.module()(x), model(x))
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_a_replica_may_ask_too(scheme: str) -> None:
+    # As nn.DataParallel makes it: with plain tensors in the place of parameters.
+    model = quantize_model(nn.Sequential(AsksForTheDtype()), scheme)
+    layer, x = model[0].wo, torch.randn(3, 16)
+    replica = layer._replicate_for_data_parallel()
+    for name, parameter in layer.named_parameters():
+        setattr(replica, name, parameter.detach().clone())
+    asks = model[0]._replicate_for_data_parallel()
+    asks._modules["wo"] = replica
+    assert torch.equal(asks(x), model(x))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["@", "*", "F.linear", "F.linear of a cast"])
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

@@ -25,29 +25,38 @@ class Fused(Protocol):
 
 
 class _Binding:
-    """What restores a fused module's ``forward`` from a pickle, where a method is its name: that of the class's own.
+    """What restores a fused module's methods from a pickle, where a method is its name: that of the class's own.
 
-    It precedes ``forward`` in the module's attributes, so that name finds what this has set.
+    It precedes them in the module's attributes, so that the names find what this has set.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module, self._forward = module, forward
 
     def __reduce__(self) -> Any:
-        return _set_forward, (self._module, self._forward)
+        return _set_methods, (self._module, self._forward)
 
 
 def bind(module: nn.Module, fused: Fused) -> None:
     """Makes ``module`` compute as ``fused`` says."""
     setattr(module, _NAME, fused)
     vars(module).pop("forward", None)
-    _set_forward(module, fused.forward)
+    _set_methods(module, fused.forward)
 
 
-def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> _Binding:
+def _set_methods(module: nn.Module, forward: Callable[..., Any]) -> _Binding:
     binding = vars(module)[_BINDING] = _Binding(module, forward)
-    vars(module)["forward"] = types.MethodType(forward, module)
+    for function in (forward, _replicate_for_data_parallel):
+        vars(module)[function.__name__] = types.MethodType(function, module)
     return binding
+
+
+def _replicate_for_data_parallel(module: nn.Module) -> nn.Module:
+    """As the class's own. The replica isn't fused: its methods would be those of ``module``, on another GPU."""
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)
+    for name in (_NAME, _BINDING, "forward", _replicate_for_data_parallel.__name__):
+        vars(replica).pop(name, None)
+    return replica
 
 
 def unbind(module: nn.Module) -> None:
@@ -56,8 +65,8 @@ def unbind(module: nn.Module) -> None:
     if fused is None:
         return
     fused.separate()
-    delattr(module, _NAME)
-    delattr(module, _BINDING)
+    for name in (_NAME, _BINDING, _replicate_for_data_parallel.__name__):
+        delattr(module, name)
     if getattr(vars(module).get("forward"), "__func__", None) is fused.forward:
         del module.forward
 
