@@ -8,10 +8,10 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from qgemm import Calibration, calibrate
-from qgemm.calibration import GPTQ, MinMax
+from qgemm import Calibration, calibrate, fuse
+from qgemm.calibration import AWQ, GPTQ, MinMax, SmoothQuant
 from qgemm.model.report import report
 from qgemm.numerics.formats import INT8
 from qgemm.quantize import quantize_model
@@ -156,3 +156,28 @@ def test_blocks_need_weights_in_one_place() -> None:
         quantize_model(model, calibration=[BATCH], device="cpu")
     expected = quantize_model(copy.deepcopy(model), calibration=[BATCH], recipe=[])(BATCH)
     assert expected.isfinite().all()
+
+
+class WithTorchScript(nn.Module):
+    """Layers around a part that was compiled by ``torch.jit.script``, whose modules have no attributes of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(32, 32)
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.GELU()))
+        self.norm = nn.LayerNorm(32)
+        self.after = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.after(self.norm(self.scripted(self.before(x))))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.parametrize("recipe", [None, [GPTQ()], [SmoothQuant()], [AWQ()]])
+def test_parts_of_torchscript_stay_in_float(recipe: Any) -> None:
+    plain, x = WithTorchScript().eval(), torch.randn(64, 32)
+    model = quantize_model(copy.deepcopy(plain), recipe=recipe, calibration=None if recipe is None else [x])
+    assert [record.name for record in report(model).records] == ["before", "after"]
+    wanted = plain(x)
+    assert (fuse(model)(x) - wanted).norm() < 0.03 * wanted.norm()

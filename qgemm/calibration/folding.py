@@ -232,11 +232,20 @@ def _is_verified(fold: Fold, block: Block, check: OutputCheck) -> bool:
 
 def idle_modules(block: Block) -> list[str]:
     """The full names of modules with parameters of their own that aren't called when the block runs."""
-    modules = {block.prefix + name: module for name, module in block.module.named_modules() if module._parameters}
+    modules = {name: module for name, module in _hookable(block).items() if module._parameters}
     called: set[str] = set()
     with hooked(modules, lambda name, *_: called.add(name)):
         block.outputs()
     return [name for name in modules if name not in called]
+
+
+def _hookable(block: Block) -> dict[str, nn.Module]:
+    """The block's modules by full name, apart from those of TorchScript, which take no hooks."""
+    return {
+        block.prefix + name: module
+        for name, module in block.module.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    }
 
 
 def _may_take_it(idle: Sequence[str], fold: Fold, model: nn.Module) -> str | None:
@@ -350,7 +359,8 @@ def norm_consumers(block: Block) -> dict[str, tuple[str, ...]]:
 
     Only modules with known weights count (``input_weights``); norms without such consumers are left out.
     """
-    modules = {block.prefix + name: module for name, module in block.module.named_modules() if name}
+    modules = _hookable(block)
+    modules.pop(block.prefix, None)
     returned: dict[str, Tensor] = {}
     consumers: dict[str, dict[str, None]] = defaultdict(dict)
 

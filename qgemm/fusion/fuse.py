@@ -43,7 +43,8 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     check_model(model)
     if not any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ValueError(f"{type(model).__name__} holds no quantized layer to fuse: call quantize_model first")
-    modules = dict(model.named_modules())
+    # Those of TorchScript compute by themselves.
+    modules = {n: each for n, each in model.named_modules() if not isinstance(each, torch.jit.ScriptModule)}
     layers = {name: module for name, module in modules.items() if is_layer(module)}
     # A part of a layer, such as MPNet's attention with its norm, isn't a layer itself.
     layers = {name: module for name, module in layers.items() if name.rpartition(".")[0] not in layers}

@@ -45,7 +45,9 @@ class WayBack:
         """Records ``model`` as it is now. Values are recorded at ``keep_if_room``."""
         self._model = model
         self._modules: list[tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, Any]]] = [
-            (module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()
+            (module, type(module), dict(vars(module)), _contents(module))
+            for module in model.modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # whose state isn't Python's, and which nothing changes
         ]
         self._stores = [(store, dict(store), names, list(names)) for store, names in stores_of(model)]
         self._copies: list[tuple[Tensor, Tensor]] = []
