@@ -139,7 +139,7 @@ def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
     weight = router.get_submodule(linear)._parameters.get("weight")
     others = set(router._parameters) - {"weight", "bias"} | set(router._buffers) | set(router._modules) - {linear}
     of_bias = () if bias is None else (bias[1], *(name for name, child in router._modules.items() if child is bias[0]))
-    if not called.top_k or weight is None or weight.dim() != 2 or others - set(of_bias):
+    if not called.top_k or weight is None or weight.dim() != 2 or weight.is_meta or others - set(of_bias):
         return called
     # bfloat16 shows what is rounded, float32 shows which of two formulas for one value it is.
     calls = [_call_router(called, dtype) for dtype in (torch.bfloat16, torch.float32)]

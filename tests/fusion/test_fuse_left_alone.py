@@ -284,6 +284,16 @@ def test_layers_that_accelerate_moves_are_left_alone() -> None:
     assert torch.equal(other.output(), expected)
 
 
+def test_a_router_that_accelerate_moves_is_left_alone() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    example = quantized("gpt_oss")  # whose router has a bias
+    expected = example.output()
+    accelerate.cpu_offload(example.model, torch.device("cpu"))
+    fuse(example.model)
+    assert "while mlp.router has a hook" in fusion_report(example.model).records[0].reason
+    assert torch.equal(example.output(), expected)
+
+
 def test_gradients_of_norms_adapters_and_prefixes_are_those_of_the_model() -> None:
     """With inputs that need no gradient themselves, in a model that isn't training."""
     peft = pytest.importorskip("peft")
