@@ -112,7 +112,8 @@ class MergedWeights:
             for parameter, size in zip(parameters, sizes, strict=True)
         ]
         # A parameter, because a compiler may then assume that the address stays.
-        whole = frozen(joined_rows(parts))
+        beside = _rows_side_by_side(parts)
+        whole = frozen(joined_rows(parts) if beside is None else beside)
         for parameter, own in zip(parameters, whole.detach().split(sizes), strict=True):
             if parameter is not None:
                 parameter.data = own
@@ -164,6 +165,20 @@ class MergedWeights:
     def __getstate__(self) -> dict[str, Any]:
         """The layers, for ``pickle`` and ``deepcopy``: copies are placed side by side at the next call."""
         return {"layers": self.layers, "_operands": None, "_placed": (), "_addresses": []}
+
+
+def _rows_side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+    """``torch.cat(parts)`` as a view, if they follow one another in memory; else None.
+
+    They do in a copy, a file or another process, and where they were moved together, as by ``share_memory``.
+    """
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        is_next = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_next or part.storage_offset() != end or not part.is_contiguous() or not part.numel():
+            return None
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,)).view(-1, *first.shape[1:])
 
 
 def why_apart(layers: Sequence[nn.Module]) -> str:

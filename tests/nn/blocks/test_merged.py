@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -152,6 +153,33 @@ def test_a_copy_has_memory_of_its_own() -> None:
     with torch.no_grad():
         copied[0].get_parameter("weight_scale").fill_(1.0)
     assert not torch.equal(copied[0](torch.ones(1, 64)), model[0](torch.ones(1, 64)))
+
+
+def test_values_that_are_side_by_side_already_are_not_copied() -> None:
+    merged = MergedWeights(layers(bias=True))
+    model, x = nn.ModuleList(merged.layers), torch.randn(5, 64)
+    expected = compute(merged, x)
+    model.share_memory()
+    assert torch.equal(compute(merged, x), expected)
+    assert all(parameter.is_shared() for parameter in model.parameters())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    addresses = [parameter.data_ptr() for parameter in loaded.parameters()]
+    assert torch.equal(compute(loaded[0].merged, x), expected)
+    assert [parameter.data_ptr() for parameter in loaded.parameters()] == addresses
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
+def test_rows_of_one_memory_in_any_order(order: tuple[int, ...]) -> None:
+    weight, scale = torch.randint(-127, 127, (3, 16)).to(torch.int8), torch.rand(3) + 0.1
+    parts = [QuantLinear(16, 1, bias=False) for _ in order]
+    for layer, place in zip(parts, order, strict=True):
+        row = slice(place, place + 1)
+        layer.load_state_dict({"weight": weight[row], "weight_scale": scale[row]}, assign=True)
+    x = torch.randn(5, 16)
+    assert torch.equal(compute(MergedWeights(parts), x), torch.cat([layer(x) for layer in parts], dim=-1))
 
 
 def test_without_values_there_is_no_product() -> None:
