@@ -227,6 +227,14 @@ class QuantLayer(nn.Module):
         self.settle()
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        # Code that saves drops tensors which share a storage with others, as rows of merged layers do.
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.merged is not None and not keep_vars:
+            for name in (prefix + name for name in self._parameters):
+                if type(destination.get(name)) is Tensor:
+                    destination[name] = with_storage_of_its_own(destination[name])
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Copying floats into int8 would silently truncate them; a scale in another dtype is only widened.
         error_messages: list[str] = args[-1]
@@ -286,6 +294,15 @@ def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:
 def frozen(tensor: Tensor) -> nn.Parameter:
     """A parameter that requires no gradient."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def with_storage_of_its_own(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage is no larger than itself; ``tensor``, if it isn't contiguous."""
+    storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize
+    if tensor.is_meta or storage.nbytes() == tensor.nbytes or not tensor.is_contiguous():
+        return tensor
+    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return own.set_(storage[start : start + tensor.nbytes], 0, tensor.shape, tensor.stride())
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qgemm.numerics.packing import pack_codes, packed_width, unpack_codes
+from qgemm.numerics.packing import HALF, pack_codes, packed_width, unpack_codes
 
 # Below, at and beyond half a block and a block.
 WIDTHS = [1, 31, 127, 128, 129, 255, 256, 257, 700]
@@ -27,6 +27,7 @@ def test_any_strides(device: torch.device) -> None:
     assert torch.equal(pack_codes(codes.t()), pack_codes(codes.t().contiguous()))
     packed = pack_codes(codes)
     assert torch.equal(unpack_codes(packed.repeat_interleave(2, 1)[:, ::2], 10), codes)
+    assert pack_codes(torch.zeros(2 * HALF, 8, dtype=torch.uint8, device=device).t()).is_contiguous()
 
 
 def test_nothing_to_pack() -> None:

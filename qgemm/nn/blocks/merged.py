@@ -173,9 +173,10 @@ def _rows_side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
     They do in a copy, a file or another process, and where they were moved together, as by ``share_memory``.
     """
     first, end = parts[0], parts[0].storage_offset()
+    storage = first.untyped_storage()._cdata
     for part in parts:
-        is_next = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not is_next or part.storage_offset() != end or not part.is_contiguous() or not part.numel():
+        is_next = part.untyped_storage()._cdata == storage and part.storage_offset() == end
+        if not is_next or not part.is_contiguous() or not part.numel():
             return None
         end += part.numel()
     return first.as_strided((end - first.storage_offset(),), (1,)).view(-1, *first.shape[1:])

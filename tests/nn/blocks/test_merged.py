@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -169,6 +172,40 @@ def test_values_that_are_side_by_side_already_are_not_copied() -> None:
     addresses = [parameter.data_ptr() for parameter in loaded.parameters()]
     assert torch.equal(compute(loaded[0].merged, x), expected)
     assert [parameter.data_ptr() for parameter in loaded.parameters()] == addresses
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4-32"])
+def test_code_that_drops_tensors_which_share_a_storage_saves_all(scheme: str, tmp_path: Path) -> None:
+    parts = [linear_class(scheme).from_linear(nn.Linear(64, size), scheme) for size in SIZES]
+    merged, model = MergedWeights(parts), nn.ModuleList(parts)
+    assert is_side_by_side(merged)
+    state = model.state_dict()
+    for name, parameter in model.named_parameters():
+        assert state[name].data_ptr() == parameter.data_ptr()
+        assert state[name].untyped_storage().nbytes() == parameter.nbytes
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    safetensors.torch.save_model(model, tmp_path / "other.safetensors")
+    for file in ("model.safetensors", "other.safetensors"):
+        loaded = safetensors.torch.load_file(tmp_path / file)
+        assert loaded.keys() == state.keys()
+        assert all(
+            torch.equal(loaded[name].view(torch.uint8), value.view(torch.uint8)) for name, value in state.items()
+        )
+    expected = [value.clone() for value in state.values()]
+    del merged, parts, model  # the values keep the memory alive
+    assert all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(state.values(), expected, strict=True)
+    )
+
+
+def test_values_of_a_state_dict_can_be_changed_in_place() -> None:
+    # As torch.distributed.checkpoint does.
+    merged, x = MergedWeights(layers()), torch.randn(5, 64)
+    others = nn.ModuleList(layers())
+    expected = torch.cat([layer(x) for layer in others], dim=-1)
+    for name, value in nn.ModuleList(merged.layers).state_dict().items():
+        value.copy_(others.state_dict()[name])
+    assert torch.equal(compute(merged, x), expected)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
