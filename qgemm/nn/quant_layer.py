@@ -107,9 +107,20 @@ class QuantLayer(nn.Module):
             return value
         if torch.compiler.is_compiling():
             return TracedWeight(value, self.layer_name)
-        if type(value) is not nn.Parameter or _wants_parameter(sys._getframe(1), value.is_meta):
+        if type(value) is not nn.Parameter or self._is_asked_for(value, sys._getframe(1)):
             return value
         return StoredWeight(value, self.layer_name)
+
+    def _is_asked_for(self, parameter: nn.Parameter, caller: FrameType) -> bool:
+        """Whether the code that reads an attribute needs ``parameter`` itself, not a ``StoredWeight``.
+
+        accelerate does, because it casts new values to the dtype that it finds. On meta, code that loads compares
+        dtypes, shapes and identities; only the code of a model whose layers accelerate offloads has no use for these.
+        """
+        package = str(caller.f_globals.get("__name__")).partition(".")[0]
+        if not parameter.is_meta:
+            return package == "accelerate"
+        return package in ("accelerate", "torch", "qgemm") or "_hf_hook" not in vars(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in ``nn.Module``; for a ``StoredWeight``, the parameter itself is set."""
@@ -272,16 +283,6 @@ class _Float8:
 
 def _from_bytes(stored: Tensor) -> nn.Parameter:
     return frozen(stored.view(FP8.storage))
-
-
-def _wants_parameter(caller: FrameType, is_meta: bool) -> bool:
-    """Whether the code that reads an attribute needs the parameter itself, not a ``StoredWeight``.
-
-    accelerate does, because it casts new values to the dtype that it finds; and so does ``get_parameter`` on meta,
-    where transformers knows parameters by identity.
-    """
-    package = str(caller.f_globals.get("__name__")).partition(".")[0]
-    return package == "accelerate" or (is_meta and package == "torch")
 
 
 def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:
