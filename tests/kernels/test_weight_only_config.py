@@ -77,13 +77,13 @@ def test_the_ring_of_float_zero_points() -> None:
 
 
 def test_most_rows_of_tiles() -> None:
-    """A float weight is made where values are scaled in float32, and more of it is read than that costs."""
+    """A float weight is made where scaling takes many instructions, and more of the weight is read than that costs."""
     four = StoredForm("int4", 32)
-    for precision in ("exact", "two"):
-        assert most_rows(INT4, precision) == most_rows(four, precision) == math.inf
-    assert most_rows(StoredForm("int8", 0), "float") == math.inf
-    for form in (INT4, four, StoredForm("int8", 16)):
-        assert most_rows(form, "float") == 2048
+    assert most_rows(INT4, "exact") == most_rows(four, "exact") == most_rows(StoredForm("fp4", 16), "exact") == math.inf
+    assert most_rows(StoredForm("int8", 0), "float") == most_rows(INT4, "two") == math.inf
+    assert most_rows(INT4, "float") == 2048
+    for form in (four, StoredForm("int8", 16), StoredForm("nf4", 64)):
+        assert most_rows(form, "two") == most_rows(form, "float") == 2048
     zeros = replace(four, has_zeros=True, float_zeros=True)
     assert most_rows(zeros, "float") == 768
     assert most_rows(replace(zeros, group=64), "float") == 2048

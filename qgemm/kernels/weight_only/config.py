@@ -333,7 +333,8 @@ def select_few_rows(M: int, N: int, form: StoredForm, limits: DeviceLimits) -> F
 
 def most_rows(form: StoredForm, precision: Precision) -> float:
     """How many rows tiles are faster for than a float weight that is made for the call."""
-    if precision != "float" or form.group == 0:
+    cheap = precision == "two" and form.name == "int4" and not form.has_small_groups
+    if cheap or precision == "exact" or form.group == 0:
         return math.inf
     return 768 if _takes_registers(form) else 2048
 
