@@ -158,7 +158,7 @@ def _programs():
             found[f"{format} {name} pair"] = pair
         for format in OF_8_BITS:
             found[f"{format} {name}"] = " ".join(widened(format, kind, "$2", pair, f"${pair}") for pair in (0, 1))
-            found[f"{format} {name} pair"] = widened(format, kind, "$2", 0, "u") + " mov.b32 {$0, $1}, u;"
+        found[f"fp8 {name} pair"] = widened("fp8", kind, "$2", 0, "u") + " mov.b32 {$0, $1}, u;"
     for name, flip in (("bf16", "0x00800080"), ("fp16", "0x64806480")):
         found[f"codes int8 {name} 0"] = f"prmt.b32 t, $2, 0, 0x4140; xor.b32 t, t, {flip}; mov.b32 {{$0, $1}}, t;"
     return {name: "{ .reg .b32 t, s, m, a, b, c, u, v; " + text + " }" for name, text in found.items()}
@@ -339,9 +339,9 @@ def unpack_times(pairs, factor, added, FORMAT: tl.constexpr, HALF: tl.constexpr)
 
 
 @triton.jit
-def widen_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """As ``widen``, of two neighbouring bytes in each uint16, ``[n, k]``: a tile ``[n, 2 k]``."""
-    ASSEMBLY: tl.constexpr = assembly(FORMAT, DTYPE, " pair")
+def widen_pairs(pairs, DTYPE: tl.constexpr):
+    """As ``widen``, of fp8, two neighbouring bytes in each uint16, ``[n, k]``: a tile ``[n, 2 k]``."""
+    ASSEMBLY: tl.constexpr = assembly("fp8", DTYPE, " pair")
     SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
     if ASSEMBLY is not None:
         a, b = tl.inline_asm_elementwise(
@@ -350,10 +350,7 @@ def widen_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         return tl.join(a, b).reshape(SHAPE)
     else:
         values = tl.join((pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)).reshape(SHAPE)
-        if FORMAT == "int8":
-            return widen(values.to(tl.int8, bitcast=True), FORMAT, DTYPE)
-        else:
-            return widen(values, FORMAT, DTYPE)
+        return widen(values, "fp8", DTYPE)
 
 
 @constexpr_function

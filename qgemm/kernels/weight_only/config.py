@@ -32,7 +32,7 @@ BLOCK_TIMES = {
 ZEROS = 0.15
 """What zero points add to it."""
 SCALING: dict[Precision, float] = {"exact": 0.0, "two": 0.2, "float": 0.5}
-"""What it adds how values are scaled."""
+"""What scaling values adds to it."""
 HANDOVER = 1.1
 PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
 # Programs that have parts of two tiles are at other values of K than their neighbours, which load the same x and, with

@@ -202,7 +202,7 @@ def _unpacked(
             minus = gl.full(w.shape, MINUS, DTYPE, LAYOUT)
         return multiply_add(w, gl.full(w.shape, FACTOR, DTYPE, LAYOUT), minus)
     else:
-        w = unpack_pairs(packed, FORMAT, DTYPE)[HALF] if FORM.bits == 4 else widen_pairs(packed, FORMAT, DTYPE)
+        w = unpack_pairs(packed, FORMAT, DTYPE)[HALF] if FORM.bits == 4 else widen_pairs(packed, DTYPE)
         return gl.convert_layout(w, LAYOUT, assert_trivial=True)
 
 
