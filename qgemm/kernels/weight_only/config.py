@@ -1,7 +1,7 @@
 """How a product with a stored 4- or 8-bit weight is computed: the tile shapes of Hopper's kernels.
 
 ``select_ring``, ``select_few_rows`` and ``select_tiles`` choose by rules fitted to measurements on H200s
-(docs/performance.md). Nothing is timed at run time, so the same problem always gets the same kernel.
+(docs/performance/w4a16_design.md). Nothing is timed at run time, so the same problem always gets the same kernel.
 """
 
 from __future__ import annotations
