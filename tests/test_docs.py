@@ -57,6 +57,12 @@ def test_code_of_a_document(document: str, tmp_path: Path, monkeypatch: pytest.M
         assert words(" ".join(shown)) == words(result.stdout)
 
 
+def test_pages_are_short() -> None:
+    lines = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("docs/**/*.md")}
+    assert len(lines) > 30
+    assert not {name: number for name, number in lines.items() if number > 400}
+
+
 def sections(page: Path) -> set[str]:
     """The anchors of a page: those that GitHub makes of its headings, and those that it names itself."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
