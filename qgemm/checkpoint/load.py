@@ -64,10 +64,10 @@ def load_quantized(
 ) -> nn.Module:
     """Loads the quantized model in ``folder``, on ``device``, in eval mode.
 
-    The folder may be in the format of ``save_quantized``, or in that of another library; ``docs/checkpoints.md`` lists
-    them. It may also be a GGUF file. Weights are those in the files, bit for bit. Layers compute in the precision that
-    the checkpoint is made for: int8, fp8, or float with weights of 4 or 8 bits. A warning names what the checkpoint
-    asks for but qgemm doesn't compute.
+    The folder may be in the format of ``save_quantized``, or in that of another library
+    (``docs/checkpoints/other_libraries.md`` lists them). It may also be a GGUF file. Weights are those in the files,
+    bit for bit. Layers compute in the precision that the checkpoint is made for: int8, fp8, or float with weights of 4
+    or 8 bits. A warning names what the checkpoint asks for but qgemm doesn't compute.
 
     - ``device``: the model's device, for example ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
     - ``model``: None builds a transformers model from its config. For any other model, pass the float model, which is a

@@ -1,8 +1,8 @@
 """How a product with a stored 4- or 8-bit weight is computed: the tile shapes of Hopper's kernels.
 
-``select_ring`` and ``select_tiles`` choose by rules fitted to measurements on H200s (docs/performance.md). Nothing is
-timed at run time, so the same problem always gets the same kernel. ``few_rows_config`` has the rules of other products
-of few rows.
+``select_ring`` and ``select_tiles`` choose by rules fitted to measurements on H200s
+(docs/performance/w4a16_design.md). Nothing is timed at run time, so the same problem always gets the same kernel.
+``few_rows_config`` has the rules of other products of few rows.
 """
 
 from __future__ import annotations

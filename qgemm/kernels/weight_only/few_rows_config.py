@@ -2,7 +2,7 @@
 
 With one row, a tile is chosen so that all programs of a short weight are there at once, with 16 or 24 warps on each SM,
 and so that those of a long one are small: its warps wait for one another at every step. Both are worth up to half of
-the time (docs/performance.md).
+the time (docs/performance/w4a16_design.md).
 """
 
 from __future__ import annotations
