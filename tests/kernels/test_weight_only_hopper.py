@@ -68,7 +68,8 @@ def test_products(dtype: torch.dtype, M: int, kind: str, device: torch.device) -
 @pytest.mark.parametrize("kind", [kind for kind, (_, size, _) in KINDS.items() if size >= 128])
 @pytest.mark.parametrize("M", [1, 7, 16, 30])
 @pytest.mark.parametrize(
-    ("N", "K"), [(200, 256), (520, 2304), (6008, 1536), (8200, 1280), (12000, 512), (17000, 768), (3300, 7168), (4096, 4096)]
+    ("N", "K"),
+    [(200, 256), (520, 2304), (6008, 1536), (8200, 1280), (12000, 512), (17000, 768), (3300, 7168), (4096, 4096)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_rows_of_whole_blocks(dtype: torch.dtype, N: int, K: int, M: int, kind: str, device: torch.device) -> None:
