@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided, conversion, names_of
+from qgemm.kernels.checks import FLOAT_DTYPES, check_form, check_same_device, check_strided, conversion, names_of
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.rotary.call import VALUES, KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
@@ -96,10 +96,7 @@ def check_cache(batch: int, kv_heads: int, D: int, dtype: torch.dtype, store: Ke
             raise ValueError(f"{name} is {list(rows.shape)}; it must be [{batch}, {kv_heads}, L, {D}]")
         if rows.stride(3) != 1:
             raise ValueError(f"{name} has strides {rows.stride()}; its last dimension must be contiguous")
-        if scale is not None and (scale.dtype != torch.float32 or scale.shape != rows.shape[:3]):
-            raise ValueError(
-                f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(rows.shape[:3])}"
-            )
+        check_form(f"{name}_scale", scale, (torch.float32,), rows.shape[:3])
     if k.shape != v.shape:
         raise ValueError(f"k is {list(k.shape)} and v is {list(v.shape)}: they must be alike")
     if length is not None and (
