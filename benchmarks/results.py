@@ -150,12 +150,17 @@ def command_line(name: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def show(text: str, results: Sequence[Any], about: dict[str, Any], path: Path | None) -> None:
-    """Prints ``text``, a table of ``results``, and what measured them; writes a JSON file if one is named."""
+def show(text: str, results: Sequence[Any], about: dict[str, Any], path: Path | None, **others: object) -> None:
+    """Prints ``text``, a table of ``results``, and what measured them; then ``write_results``."""
     print(f"{about['device']}, torch {torch.__version__}, commit {about['commit']}")
     print(text)
+    write_results(path, results, about, **others)
+
+
+def write_results(path: Path | None, results: Sequence[Any], about: dict[str, Any], **others: object) -> None:
+    """Writes ``results``, what measured them and ``others`` to a JSON file, if one is named."""
     if path:
-        write_json(path, {"environment": about, "results": [asdict(result) for result in results]})
+        write_json(path, {"environment": about, **others, "results": [asdict(result) for result in results]})
 
 
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
