@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from torch.nn import functional as F
 
 from benchmarks.measure import effort_for, random_operand
 from benchmarks.results import command_line, environment, show
-from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
 from benchmarks.tables import Table, render
 from benchmarks.timing import median_seconds

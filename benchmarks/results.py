@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
 
-from benchmarks.roofline import Roofline, geometric_mean
+from benchmarks.roofline import Roofline
 from qgemm.version import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "vllm", "torchao", "gemlite", "bitsandbytes", "llmcompressor")

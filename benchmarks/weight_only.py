@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from benchmarks.measure import HOST_SHAPE, effort_for, random_operand
 from benchmarks.providers import linear_of
 from benchmarks.results import command_line, environment, show
-from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import CPU_SHAPES, SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
 from benchmarks.tables import Table, render
 from benchmarks.timing import host_seconds, median_seconds
