@@ -413,7 +413,7 @@ def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any
         merge([out]),
         NormStep(attention.q_a_layernorm, find_norm(attention.q_a_layernorm)) if is_latent else None,
         merge([attention.q_b_proj]) if is_latent else None,
-        lambda *_: (),  # type: ignore[arg-type, return-value]
+        lambda *_: (),  # type: ignore[arg-type]
         functions,
         eager,
         cache_name=_cache_name(attention, defaults),
