@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import secrets
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from qgemm.checkpoint.staging import StagedFiles, remove_files
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
 from qgemm.model.report import QuantReport
 from qgemm.nn import QuantLayer
+from qgemm.warn import warn_user
 
 _OF_OTHERS = {COMPRESSED_TENSORS: compressed_tensors_writer, GPTQ: gptq_writer}
 
@@ -245,10 +245,9 @@ def _warn_unless_it_loads(model: nn.Module, folder: Path) -> None:
     try:
         find_matching(folder)
     except CheckpointError as error:
-        warnings.warn(
+        warn_user(
             f"{type(model).__name__} was saved, but can't be rebuilt from its config alone: {error}. "
-            "To load it, pass the float model, or a function that builds it, as load_quantized(..., model=)",
-            stacklevel=3,
+            "To load it, pass the float model, or a function that builds it, as load_quantized(..., model=)"
         )
 
 
