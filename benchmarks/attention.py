@@ -8,7 +8,7 @@ float64. Bytes are those of the keys and values in use, with the scales of int8 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.results import command_line, environment, write_json
+from benchmarks.results import command_line, environment, write_results
 from benchmarks.shapes import parse_pair
 from benchmarks.tables import Table, render
 from benchmarks.timing import copy_bandwidth, median_seconds
@@ -73,9 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     with torch.no_grad():
         for batch, length in sizes:
             results += measure(batch, length, args.heads, args.head_size, effort, bandwidth, device)
-            if args.json:
-                values = {"environment": about, "bandwidth": bandwidth, "results": [asdict(one) for one in results]}
-                write_json(args.json, values)
+            write_results(args.json, results, about, bandwidth=bandwidth)
     print(f"{about['device']}, torch {torch.__version__}, commit {about['commit']}, {bandwidth / 1e12:.2f} TB/s copied")
     print(render(table(results), markdown=False))
     return results

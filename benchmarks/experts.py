@@ -14,13 +14,13 @@ Before anything is timed, rows of both outputs are compared with a float32 compu
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import command_line, environment, write_json
+from benchmarks.results import command_line, environment, write_results
 from benchmarks.roofline import Roofline, known_peaks
 from benchmarks.tables import render
 from benchmarks.timing import copy_bandwidth, median_seconds
@@ -117,14 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
             ):
                 results += found
                 kernels |= parts
-                if args.json:
-                    values: dict[str, Any] = {
-                        "environment": about,
-                        "bandwidth": roofline.bandwidth,
-                        "kernels_us": kernels,
-                    }
-                    values["results"] = [asdict(result) for result in results]
-                    write_json(args.json, values)
+                write_results(args.json, results, about, bandwidth=roofline.bandwidth, kernels_us=kernels)
             torch.cuda.empty_cache()
     print(f"{about['device']}, torch {torch.__version__}, {roofline.bandwidth / 1e12:.2f} TB/s copied")
     print(report(results))

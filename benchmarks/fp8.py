@@ -8,8 +8,9 @@ Operands are quantized before, so only products are timed, as ``benchmarks.weigh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.measure import effort_for, random_operand
-from benchmarks.results import command_line, environment, write_json
-from benchmarks.roofline import geometric_mean
+from benchmarks.results import command_line, environment, show
 from benchmarks.shapes import SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
 from benchmarks.tables import Table, render
 from benchmarks.timing import median_seconds
@@ -191,10 +191,7 @@ def main() -> None:
         for shape in shapes:
             effort = QUICK if options.quick else Effort()
             results += measure(shape, options.rows, options.product, effort, device)
-    print(render(table(results), markdown=False))
-    if options.json:
-        contents = {"environment": environment(device, options.commit), "results": [asdict(one) for one in results]}
-        write_json(options.json, contents)
+    show(render(table(results), markdown=False), results, environment(device, options.commit), options.json)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
 
-from benchmarks.roofline import Roofline, geometric_mean
+from benchmarks.roofline import Roofline
 from qgemm.version import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "vllm", "torchao", "gemlite", "bitsandbytes", "llmcompressor")
@@ -150,12 +151,17 @@ def command_line(name: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def show(text: str, results: Sequence[Any], about: dict[str, Any], path: Path | None) -> None:
-    """Prints ``text``, a table of ``results``, and what measured them; writes a JSON file if one is named."""
+def show(text: str, results: Sequence[Any], about: dict[str, Any], path: Path | None, **others: object) -> None:
+    """Prints ``text``, a table of ``results``, and what measured them; then ``write_results``."""
     print(f"{about['device']}, torch {torch.__version__}, commit {about['commit']}")
     print(text)
+    write_results(path, results, about, **others)
+
+
+def write_results(path: Path | None, results: Sequence[Any], about: dict[str, Any], **others: object) -> None:
+    """Writes ``results``, what measured them and ``others`` to a JSON file, if one is named."""
     if path:
-        write_json(path, {"environment": about, "results": [asdict(result) for result in results]})
+        write_json(path, {"environment": about, **others, "results": [asdict(result) for result in results]})
 
 
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:

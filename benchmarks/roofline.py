@@ -6,8 +6,7 @@ The memory's speed is measured in the same run, by a copy. Reading alone can be 
 kernel that only reads weights may pass 100 %.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +53,3 @@ def bytes_moved(
 ) -> float:
     """The fewest bytes that a product of these dtypes reads and writes."""
     return float(M * K * input_dtype.itemsize + N * K * weight_dtype.itemsize + M * N * output_dtype.itemsize)
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """The geometric mean of positive numbers; ``ValueError`` if there are none."""
-    logs = [math.log(value) for value in values]
-    if not logs:
-        raise ValueError("there are no values to take the geometric mean of")
-    return math.exp(math.fsum(logs) / len(logs))

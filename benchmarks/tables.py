@@ -1,9 +1,9 @@
 """The results as tables, for a terminal or in Markdown: means over models first, then every shape."""
 
 from collections.abc import Sequence
+from statistics import geometric_mean
 
 from benchmarks.results import ConfigCheck, Measurement, Quantization, Run, speedups
-from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import SUMMARY_FAMILIES
 
 OURS = "qgemm"

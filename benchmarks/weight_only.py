@@ -8,8 +8,9 @@ float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import HOST_SHAPE, effort_for, random_operand
 from benchmarks.providers import linear_of
-from benchmarks.results import command_line, environment, write_json
-from benchmarks.roofline import geometric_mean
+from benchmarks.results import command_line, environment, show
 from benchmarks.shapes import CPU_SHAPES, SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
 from benchmarks.tables import Table, render
 from benchmarks.timing import host_seconds, median_seconds
@@ -150,15 +150,12 @@ def main() -> None:
     with torch.no_grad():
         for shape in shapes:
             results += measure(shape, rows, options.scheme, QUICK if options.quick else Effort(), device)
-    print(render(table(results), markdown=False))
-    host = {}
+    tables, host = [table(results)], {}
     if device.type == "cuda":
         host = measure_host(options.scheme, device)
-        print(render(host_table(host), markdown=False))
-    if options.json:
-        contents = {"environment": environment(device, options.commit), "results": [asdict(one) for one in results]}
-        contents["host"] = host
-        write_json(options.json, contents)
+        tables.append(host_table(host))
+    text = "\n".join(render(each, markdown=False) for each in tables)
+    show(text, results, environment(device, options.commit), options.json, host=host)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def quantize_model(
     budget: Budget | None = None,
     sensitivity: Sensitivity | None = None,
     device: torch.device | str | None = None,
-    resume: str | Path | None = None,
+    resume_folder: str | Path | None = None,
     progress: bool | None = None,
     fuse: bool = False,
 ) -> Model:
@@ -90,8 +90,8 @@ def quantize_model(
     - ``sensitivity``: the result of ``qgemm.sensitivity``, for ``budget``; None measures it on the batches first, on
       the model's device.
     - ``device``: with batches, each block is moved to this device, quantized, and moved back.
-    - ``resume``: a folder in which finished blocks are stored, so that the same call continues after a kill. Remove it
-      once the model is saved.
+    - ``resume_folder``: a folder in which finished blocks are stored, so that the same call continues after a kill.
+      Remove it once the model is saved.
     - ``progress``: whether to show progress bars; None shows them on a terminal only.
     - ``fuse``: whether to fuse layers too, as ``qgemm.fuse`` does.
 
@@ -121,7 +121,7 @@ def quantize_model(
         observer=observer,
         budget=budget,
         device=device,
-        resume=resume,
+        resume_folder=resume_folder,
     )
     quantize(model, wanted, calibration=calibration, sensitivity=sensitivity, progress=progress)
     return fuse_layers(model) if fuse else model

@@ -90,7 +90,7 @@ def quantize_calibrated(
         shutil.rmtree(work)
     if batches:
         work.mkdir(parents=True, exist_ok=True)
-        wanted = replace(wanted, resume=work / "blocks", device=None if place.type == "cpu" else place)
+        wanted = replace(wanted, resume_folder=work / "blocks", device=None if place.type == "cpu" else place)
     try:
         quantize(model, wanted, calibration=batches or None, progress=progress)
     except KeyboardInterrupt:

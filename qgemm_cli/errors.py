@@ -37,7 +37,7 @@ def running(command: Callable[..., Any], debug: bool) -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding != "utf-8":
         sys.stdout.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings(), _interrupted_by_sigterm():
-        warnings.showwarning = partial(_show_warning, command)  # type: ignore[assignment]  # restored by catch_warnings
+        warnings.showwarning = partial(_show_warning, command)  # restored by catch_warnings
         try:
             yield
         except KeyboardInterrupt as interrupt:

@@ -17,7 +17,7 @@ from typing import Any
 from typer.models import OptionInfo
 
 # Arguments whose option has another name.
-_CALLED = {"calibration": "text", "format": "to"}
+_CALLED = {"calibration": "text", "format": "to", "resume_folder": "resume"}
 
 
 def in_options(message: str, command: Callable[..., Any]) -> str:

@@ -79,12 +79,12 @@ def keep_what_is_imported() -> None:
     gc.set_threshold(10_000)
 
 
-def run_code(code: str, *arguments: object) -> str:
-    """What ``python -c code arguments`` prints; an error if it fails."""
+def run_code(code: str, *arguments: object, transformers: bool = False) -> str:
+    """What ``python -c code arguments`` prints; an error if it fails. ``transformers``: as in ``run_process``."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "code.py")
         script.write_text(code, encoding="utf-8")
-        result = run_process(script, *arguments)
+        result = run_process(script, *arguments, transformers=transformers)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
 

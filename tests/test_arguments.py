@@ -70,8 +70,8 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "quantize_model, recipe": (lambda bad: qgemm.quantize_model(net(), calibration=X, recipe=bad), "empty"),
     "quantize_model, device": (lambda bad: qgemm.quantize_model(net(), calibration=X, device=bad), ""),
-    "quantize_model, resume": (
-        lambda bad: qgemm.quantize_model(net(), calibration=X, recipe=[], resume=bad),
+    "quantize_model, resume_folder": (
+        lambda bad: qgemm.quantize_model(net(), calibration=X, recipe=[], resume_folder=bad),
         "None str",
     ),
     "quantize_model, budget": (lambda bad: qgemm.quantize_model(net(), calibration=X, budget=bad), ""),
@@ -181,8 +181,8 @@ def test_saving_where_a_file_is(place: str, tmp_path: Path) -> None:
     model = qgemm.quantize_model(net())
     with pytest.raises(NotADirectoryError, match=r"file is a file: name a folder"):
         qgemm.save_quantized(model, tmp_path / place)
-    with pytest.raises(NotADirectoryError, match=r"resume is .* is a file"):
-        qgemm.quantize_model(net(), calibration=X, recipe=[], resume=tmp_path / place)
+    with pytest.raises(NotADirectoryError, match=r"resume_folder is .* is a file"):
+        qgemm.quantize_model(net(), calibration=X, recipe=[], resume_folder=tmp_path / place)
     with pytest.raises(NotADirectoryError, match=r"destination is .* is a file"):
         qgemm.quantize_checkpoint(tmp_path, tmp_path / place)
 

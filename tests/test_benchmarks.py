@@ -18,7 +18,7 @@ from benchmarks.__main__ import main
 from benchmarks.measure import measure_quantization, measure_shape
 from benchmarks.providers import Provider, cpu_providers, float_provider, quantize_fp8
 from benchmarks.results import ConfigCheck, Measurement, Quantization, Run, speedups
-from benchmarks.roofline import Roofline, bytes_moved, geometric_mean, known_peaks, operations
+from benchmarks.roofline import Roofline, bytes_moved, known_peaks, operations
 from benchmarks.shapes import HELD_OUT_SHAPES, ROWS, SHAPES, WeightShape, parse_pair, parse_shape
 from benchmarks.timing import copy_bandwidth, median_seconds
 from qgemm_cli.check import largest_errors
@@ -78,13 +78,6 @@ def test_peaks_go_by_the_name_of_the_device() -> None:
     assert known_peaks("NVIDIA H100 PCIe")["int8"] == 1513
     assert known_peaks("NVIDIA H100 80GB HBM3")["int8"] == 1979
     assert known_peaks("NVIDIA GeForce RTX 2080") == {}
-
-
-def test_geometric_mean() -> None:
-    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
-    assert geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
-    with pytest.raises(ValueError, match="no values"):
-        geometric_mean([])
 
 
 def test_speedups_count_only_sizes_that_both_have() -> None:

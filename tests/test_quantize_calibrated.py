@@ -111,7 +111,7 @@ BATCH = torch.randn(3, 32)
         ),
         ({"recipe": [], "scheme": "int8-static"}, ValueError, "the scheme 'int8-static' needs batches"),
         ({"device": "cpu"}, ValueError, "device needs batches"),
-        ({"resume": "folder"}, ValueError, "resume needs batches"),
+        ({"resume_folder": "folder"}, ValueError, "resume_folder needs batches"),
         ({"recipe": [GPTQ()], "calibration": Calibration(MinMax())}, ValueError, "pass batches"),
         (
             {"recipe": [], "scheme": "int8-static", "input_scales": {"0": 0.1}},

@@ -52,7 +52,7 @@ class ModelShape:
         try:
             with device:
                 kind = AutoModelForCausalLM if self.is_decoder else AutoModel
-                model: nn.Module = kind.from_config(config, dtype=dtype)  # type: ignore[attr-defined]
+                model: nn.Module = kind.from_config(config, dtype=dtype)
         finally:
             torch.set_default_dtype(before)
         if self.is_decoder:

@@ -41,22 +41,9 @@ def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[s
         importlib.import_module("qgemm.integrations.vllm").register()
     vllm = importlib.import_module("vllm")
     base = Figure(shape.name, layers, name, "", note=NOTE)
-    longest = max(*sizes.contexts, sizes.prefill[1]) + sizes.new_tokens(1024, 1024)
-    longest = max(longest, sizes.prompts[1] + sizes.answers[1])
-    # CUDA graphs of the batches that are measured, but of vLLM's choice where batches shrink as requests end.
-    graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted({1, *sizes.batches})}}
     with tempfile.TemporaryDirectory() as folder:
         save_config(folder, shape, layers, name)
-        engine = vllm.LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=longest,
-            gpu_memory_utilization=0.85,
-            enable_prefix_caching=False,
-            max_num_batched_tokens=16384,
-            **({} if SERVE in measures else graphs),
-        )
+        engine = vllm.LLM(model=folder, **_settings(measures, sizes))
 
     def settings(new: int) -> Any:
         return vllm.SamplingParams(max_tokens=new, min_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -97,6 +84,22 @@ def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[s
                 yield replace(figure, reason=first_line(error))
                 continue
             yield replace(figure, value=rate)
+
+
+def _settings(measures: Sequence[str], sizes: Sizes) -> dict[str, Any]:
+    """Of the engine."""
+    longest = max(*sizes.contexts, sizes.prefill[1]) + sizes.new_tokens(1024, 1024)
+    # CUDA graphs of the batches that are measured, but of vLLM's choice where batches shrink as requests end.
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted({1, *sizes.batches})}}
+    return {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": max(longest, sizes.prompts[1] + sizes.answers[1]),
+        "gpu_memory_utilization": 0.85,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 16384,
+        **({} if SERVE in measures else graphs),
+    }
 
 
 def save_config(folder: str, shape: ModelShape, layers: int, name: str) -> None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.expert_work import decide_experts
-from qgemm.calibration.folding import find_folds
+from qgemm.calibration.folding import Fold, find_folds
 from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.calibration.rounding import (
@@ -45,6 +45,7 @@ from qgemm.calibration.rounding import (
     round_to_nearest,
     round_weight,
 )
+from qgemm.calibration.statistics import InputStatistics
 from qgemm.scheme import TensorScheme
 
 RATIOS = tuple(step / 20 for step in range(20))
@@ -126,22 +127,11 @@ class AWQ(Method):
             quantized = [name for name in fold.layers if name in block.layers]
             if any(block.layers[name].scheme.rotates for name in quantized):
                 refused |= dict.fromkeys(quantized, "a rotation mixes its input's channels")
-                continue
-            if quantized[0] not in seen:
-                continue  # noted below
-            moment = seen[quantized[0]].second_moment
-            assert moment is not None
-            weights, schemes = fold.weights(block)
-            found = awq_scales(weights, moment, schemes, fold.tie)
-            try:
-                by = fold.apply(block, found.scales)
-            except ValueError as error:
-                refused |= dict.fromkeys(quantized, str(error))
-            else:
-                # As another run of the block would give them; other layers' inputs haven't changed.
-                for name in quantized:
-                    if (own := seen[name].second_moment) is not None:
-                        own.div_(by[:, None]).div_(by)
+            elif quantized[0] in seen:  # others are noted below
+                try:
+                    _scale(block, fold, [seen[name] for name in quantized])
+                except ValueError as error:
+                    refused |= dict.fromkeys(quantized, str(error))
         for name, reason in refused.items():
             block.layers[name].notes.append(f"awq: not scaled: {reason}")
         if self.clip:
@@ -158,3 +148,17 @@ class AWQ(Method):
         scale = mse_scale(weight, scheme, moment) if self.clip else nearest_scale(weight, scheme)
         work.weight = round_weight(weight, scale, scheme)
         work.loss = output_loss(weight, dequantize(work.weight, scheme), moment)
+
+
+def _scale(block: Block, fold: Fold, seen: Sequence[InputStatistics]) -> None:
+    """Scales the layers of ``fold``, and what was ``seen`` of their inputs, as another run of the block would see it.
+
+    Raises ``ValueError`` as ``Fold.apply`` does.
+    """
+    moment = seen[0].second_moment
+    assert moment is not None
+    weights, schemes = fold.weights(block)
+    by = fold.apply(block, awq_scales(weights, moment, schemes, fold.tie).scales)
+    for each in seen:
+        if each.second_moment is not None:
+            each.second_moment.div_(by[:, None]).div_(by)

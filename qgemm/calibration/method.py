@@ -303,7 +303,7 @@ def _fits(value: object, hint: Any) -> bool:
         return value is None
     # Numbers in JSON and YAML may be infinite, or have thousands of digits.
     if type(value) in (int, float):
-        return _is_number(hint, value) or (hint is type(value) is int and abs(value) <= _MAX_NUMBER)  # type: ignore[arg-type]
+        return _is_number(hint, value) or (hint is type(value) is int and abs(value) <= _MAX_NUMBER)
     return type(value) is hint
 
 
@@ -312,7 +312,7 @@ def _is_number(hint: Any, value: object) -> bool:
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if float not in kinds or (type(value) is int and int in kinds):
         return False
-    return type(value) in (int, float) and abs(value) <= _MAX_NUMBER  # type: ignore[operator,arg-type]
+    return type(value) in (int, float) and abs(value) <= _MAX_NUMBER  # type: ignore[arg-type]
 
 
 def _described(hint: Any) -> str:

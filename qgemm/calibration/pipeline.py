@@ -45,7 +45,7 @@ def quantize_blocks(
     - ``calls``: the calibration data. Without any, ``plan`` contains the scales, and no method may need data.
 
     Warns about layers that saw no token under a static scheme, and about experts without any. Raises ``ValueError`` if
-    ``wanted.resume`` belongs to another run, and as methods and observers do; the model is then partly changed.
+    ``wanted.resume_folder`` belongs to another run, and as methods and observers do; the model is then partly changed.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -99,8 +99,8 @@ class _Run:
         chains = find_chains(self.model, self.calls[0], modules) if self.calls else []
         del modules
         self.divide(chains)
-        if self.wanted.resume is not None:
-            self.folder = ResumeFolder(self.wanted.resume, self._about(chains))
+        if self.wanted.resume_folder is not None:
+            self.folder = ResumeFolder(self.wanted.resume_folder, self._about(chains))
         if self.recipe:
             self._prepare()
         for chain in chains:

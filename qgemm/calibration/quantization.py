@@ -56,7 +56,7 @@ class Quantization:
     observer: Observer | None = None
     budget: Budget | None = None
     device: torch.device | None = None
-    resume: str | Path | None = None
+    resume_folder: str | Path | None = None
 
     @classmethod
     def of(
@@ -70,7 +70,7 @@ class Quantization:
         observer: str | Observer | None = None,
         budget: Budget | None = None,
         device: torch.device | str | None = None,
-        resume: str | Path | None = None,
+        resume_folder: str | Path | None = None,
     ) -> Quantization:
         """Makes one from the arguments of ``quantize_model``; raises its errors that don't depend on a model."""
         if budget is not None and not isinstance(budget, Budget):
@@ -86,7 +86,7 @@ class Quantization:
             observer=None if observer is None else resolve_observer(observer),
             budget=budget,
             device=None if device is None else find_device(device),
-            resume=resume,
+            resume_folder=resume_folder,
         )
 
     def check_data(
@@ -151,7 +151,11 @@ class Quantization:
         """What requires batches to run the model on if layers have ``schemes``, in words."""
         wanting = [f"the method {method.name}" for method in self.recipe or () if method.needs_data]
         wanting += [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.needs_data]
-        own = {"budget": self.budget if sensitivity is None else None, "device": self.device, "resume": self.resume}
+        own = {
+            "budget": None if sensitivity else self.budget,
+            "device": self.device,
+            "resume_folder": self.resume_folder,
+        }
         return wanting + [name for name, value in own.items() if value is not None]
 
     def check_folds_no_bias(self, why: str) -> None:
@@ -171,7 +175,7 @@ class Quantization:
             "observer": self.observer and {self.observer.name: self.observer.settings},
             "budget": self.budget and {name: value for name, value in vars(self.budget).items() if value is not None},
             "device": self.device and str(self.device),
-            "resume": self.resume and str(self.resume),
+            "resume_folder": self.resume_folder and str(self.resume_folder),
         }
         return {
             "scheme": [each.name for each in self.options] or schemes,
@@ -221,7 +225,7 @@ class Quantization:
 
     @property
     def _wants_blocks(self) -> bool:
-        return any(each is not None for each in (self.recipe, self.device, self.resume, self.budget))
+        return any(each is not None for each in (self.recipe, self.device, self.resume_folder, self.budget))
 
 
 def are_batches(calibration: Calibration | Iterable[Any] | None) -> TypeGuard[Iterable[Any]]:

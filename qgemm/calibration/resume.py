@@ -50,22 +50,24 @@ class ResumeFolder:
 
         Raises ``ValueError`` if ``folder`` belongs to another run, ``CheckpointError`` if its description is damaged.
         """
-        self.folder = as_new_folder("resume", folder)
+        self.folder = as_new_folder("resume_folder", folder)
         make_folder(self.folder)
         remove_unfinished(self.folder)
         path = self.folder / RUN_FILE
         about = json.loads(json.dumps(about))
         if not path.exists():
             if foreign := sorted(each.name for each in self.folder.iterdir()):
-                raise ValueError(f"resume: {self.folder} holds {foreign[0]} but no {RUN_FILE}: give an empty folder")
+                raise ValueError(
+                    f"resume_folder: {self.folder} holds {foreign[0]} but no {RUN_FILE}: give an empty folder"
+                )
             with replacing(path) as file:
                 file.write((json.dumps(about, indent=2) + "\n").encode())
             return
         stored = read_json(path)
         if differing := [key for key in {**stored, **about} if stored.get(key) != about.get(key)]:
             raise ValueError(
-                f"resume: {self.folder} holds a run with another {' and another '.join(differing)}: give another "
-                "folder, or remove this one"
+                f"resume_folder: {self.folder} holds a run with another {' and another '.join(differing)}: give "
+                "another folder, or remove this one"
             )
 
     def has(self, index: int) -> bool:

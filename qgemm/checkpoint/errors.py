@@ -34,9 +34,9 @@ def unsupported(what: str) -> CheckpointError:
     return CheckpointError(f"{what}, so dequantize it with its own library and quantize the float model")
 
 
-def said_by(error: Exception, most: int = 500) -> str:
-    """What ``error``, of another library, says: in one line of at most ``most`` characters."""
+def said_by(error: Exception) -> str:
+    """What ``error``, of another library, says: in one line of at most 500 characters."""
     text = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, KeyError) or not text:
         text = f"{type(error).__name__} {text}".rstrip()
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= 500 else f"{text[:497]}..."

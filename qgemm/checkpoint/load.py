@@ -93,7 +93,7 @@ def load_quantized(
     if is_pretrained(found.model):
         announce_quantized(found.model, found.contents.manifest.save)
     if found.contents.lacks is not None:
-        warn_without_report(folder, found.contents.lacks, stacklevel=3)
+        warn_without_report(folder, found.contents.lacks)
     for note in found.contents.notes:
         warn_user(f"{folder}: {note}")
     found.model.eval()

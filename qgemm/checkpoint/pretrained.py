@@ -24,12 +24,12 @@ from qgemm.checkpoint.errors import CheckpointError, UnknownModel, said_by
 from qgemm.checkpoint.layout import SETTINGS_KEYS, WEIGHTS_KEY, read_json, weights_file
 from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.checkpoint.tensors import FLOAT_DTYPES, dtype_name
 from qgemm.nn.quant_layer import float_dtype
 
 # Hooks on all modules and the default dtype are global to the process: one thread could reset what another one uses.
 _building = threading.RLock()
-_FLOAT_DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
+_FLOAT_DTYPES_BY_NAME = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -46,7 +46,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     _drop_of_a_machine(config)
     _drop_of_a_save(config)
     config["architectures"] = [type(model).__name__]
-    config["dtype"] = str(model_dtype(model)).removeprefix("torch.")
+    config["dtype"] = dtype_name(model_dtype(model))
     return config
 
 
@@ -111,7 +111,7 @@ def dtype_of(folder: Path, config: dict[str, Any], stored: Mapping[str, StoredTe
     found = next(
         (dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1), None
     )
-    return str(found or torch.float32).removeprefix("torch.")
+    return dtype_name(found or torch.float32)
 
 
 def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, StoredTensor]) -> nn.Module:

@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import secrets
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from qgemm.checkpoint.staging import StagedFiles, remove_files
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
 from qgemm.model.report import QuantReport
 from qgemm.nn import QuantLayer
+from qgemm.warn import warn_user
 
 _OF_OTHERS = {COMPRESSED_TENSORS: compressed_tensors_writer, GPTQ: gptq_writer}
 
@@ -83,14 +83,7 @@ def save_quantized(
     check_model(model)
     folder = as_new_folder("folder", folder)
     model = getattr(model, "_orig_mod", model)  # the model inside what torch.compile returned
-    modules = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in modules if isinstance(module, QuantLayer)}
-    if not layers:
-        raise ValueError("model has no quantized layer: quantize it with qgemm.quantize_model first")
-    if "" in layers:
-        raise ValueError("model is a single quantized layer; put it into a module, such as nn.Sequential, to save it")
-    if any(layer.shard is not None for layer in layers.values()):
-        raise ValueError("this model is split among processes: call model.save_pretrained(folder) in all of them")
+    layers = _layers_of(model)
     tensors = stored_tensors(model)
     _check_can_be_stored(model, tensors)
     _check_layers(layers)
@@ -113,25 +106,26 @@ def save_quantized(
         texts = save.text_files(model, quantization, tensors, shards)
         if (generation := texts.pop(GENERATION_CONFIG_FILE, None)) is not None:
             texts[save.pending_generation_config] = generation
-        staged = StagedFiles(folder)
-        try:
-            total = sum(tensor.nbytes for tensor in tensors.values())
-            with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=None) as progress:
-                for file_name, names in shards.items():
-                    with staged.create(save.name(file_name)) as file:
-                        write_safetensors(file, {n: tensors[n] for n in names}, progress.update, save.metadata)
-            for file_name, text in texts.items():
-                with staged.create(file_name) as file:
-                    file.write(text)
-            staged.publish(last=CONFIG_FILE)
-        finally:
-            staged.discard()
+        save.publish(folder, tensors, shards, texts)
         if generation is not None:
             os.replace(folder / save.pending_generation_config, folder / GENERATION_CONFIG_FILE)
         kept = {CONFIG_FILE, *(() if generation is None else (GENERATION_CONFIG_FILE,))}
         remove_files(folder, (name for name in old_files if name not in kept))
     if is_pretrained(model):
         _warn_unless_it_loads(model, folder)
+
+
+def _layers_of(model: nn.Module) -> dict[str, QuantLayer]:
+    """The quantized layers of ``model`` by all of their names; raises ``ValueError`` for what can't be saved."""
+    modules = model.named_modules(remove_duplicate=False)
+    layers = {name: module for name, module in modules if isinstance(module, QuantLayer)}
+    if not layers:
+        raise ValueError("model has no quantized layer: quantize it with qgemm.quantize_model first")
+    if "" in layers:
+        raise ValueError("model is a single quantized layer; put it into a module, such as nn.Sequential, to save it")
+    if any(layer.shard is not None for layer in layers.values()):
+        raise ValueError("this model is split among processes: call model.save_pretrained(folder) in all of them")
+    return layers
 
 
 @dataclass
@@ -158,6 +152,24 @@ class Save:
     def pending_generation_config(self) -> str:
         """The name of the generation config until its ``config.json`` is in place."""
         return name_with_id(GENERATION_CONFIG_FILE, self.id)
+
+    def publish(
+        self, folder: Path, tensors: dict[str, Tensor], shards: dict[str, list[str]], texts: dict[str, bytes]
+    ) -> None:
+        """Writes files with ``tensors``, those of each of ``shards``, and with ``texts``, and puts them in place."""
+        staged = StagedFiles(folder)
+        try:
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=None) as progress:
+                for file_name, names in shards.items():
+                    with staged.create(self.name(file_name)) as file:
+                        write_safetensors(file, {n: tensors[n] for n in names}, progress.update, self.metadata)
+            for file_name, text in texts.items():
+                with staged.create(file_name) as file:
+                    file.write(text)
+            staged.publish(last=CONFIG_FILE)
+        finally:
+            staged.discard()
 
     def text_files(
         self,
@@ -233,10 +245,9 @@ def _warn_unless_it_loads(model: nn.Module, folder: Path) -> None:
     try:
         find_matching(folder)
     except CheckpointError as error:
-        warnings.warn(
+        warn_user(
             f"{type(model).__name__} was saved, but can't be rebuilt from its config alone: {error}. "
-            "To load it, pass the float model, or a function that builds it, as load_quantized(..., model=)",
-            stacklevel=3,
+            "To load it, pass the float model, or a function that builds it, as load_quantized(..., model=)"
         )
 
 

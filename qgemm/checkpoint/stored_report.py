@@ -6,7 +6,6 @@ transformers' ``save_pretrained`` doesn't let a quantizer write a file, so there
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from qgemm.checkpoint.layout import CONFIG_FILE, SAVE_KEY, checkpoint_file, pars
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import check_save, read_metadata
 from qgemm.model.report import QuantReport
+from qgemm.warn import warn_user
 
 REPORT = "qgemm_report"
 """The key for the report in a file's metadata; it is JSON."""
@@ -54,10 +54,9 @@ def parse_report(values: dict[str, Any], manifest: Manifest, folder: Path) -> Qu
         raise CheckpointError(f"{place}: report can't be read: {error}") from error
 
 
-def warn_without_report(folder: Path, name: object, stacklevel: int) -> None:
+def warn_without_report(folder: Path, name: object) -> None:
     """Warns that the report's file, called ``name``, is missing."""
-    warnings.warn(
+    warn_user(
         f"{folder} has no {name}: the model is loaded, but qgemm.report lists its layers without errors and without "
-        "those left in float",
-        stacklevel=stacklevel,
+        "those left in float"
     )

@@ -105,25 +105,16 @@ def find_attention(
     _check_knows_functions(attention)
     if _LATENTS[0] in attention._modules:
         return _latent_attention(attention, out, defaults, call)
-    names = next((names for names in _QUERY_KEY_VALUE if all(map(attention._modules.get, names))), None)
-    if names is None:
+    names = _projections(attention)
+    if not names:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
     functions, eager, scaling, head_dim = _told(attention)
     cache_name = _cache_name(attention, defaults)
-    told, constants = {}, constants_of(attention)
-    if "sliding_window" in constants:
-        told["sliding_window"] = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-    if "softcap" in constants:
-        told["softcap"] = attention.attn_logit_softcapping
     last = merge([out])
     qkv = merge([attention._modules[name] for name in names])
-    if len(names) == 1 and names[0] != "q_proj":
-        heads = getattr(attention.config, "num_attention_heads", None) or attention.num_heads
-        kv_heads = (qkv.layers[0].out_features // head_dim - heads) // 2
-    else:
-        heads, kv_heads, *_ = (*(layer.out_features // head_dim for layer in qkv.layers), 0)
     gated = len(names) == 3 and qkv.layers[0].out_features == 2 * last.layers[0].in_features
-    heads //= 2 if gated else 1
+    widths = {name: layer.out_features // head_dim for name, layer in zip(names, qkv.layers, strict=True)}
+    heads, kv_heads = _heads(attention, widths, gated)
     rotate = _rotate(attention)
     columns = getattr(attention, "rotary_ndims", None)
     norms = _head_norms(attention, head_dim)
@@ -131,21 +122,21 @@ def find_attention(
     bias, table = _position_bias(attention)
     _check_uses_all(attention, *qkv.layers, out, value_norm, table, *((norms.query, norms.key) if norms else ()))
     fused = FusedAttention(
-        attention,
-        qkv,
-        last,
-        heads,
-        kv_heads,
-        head_dim,
-        norms,
-        rotate,
-        columns,
-        _rotation(rotate, columns, call),
-        functions,
-        eager,
-        scaling,
-        told,
-        sinks="s_aux" in constants,
+        module=attention,
+        qkv=qkv,
+        out=last,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norms=norms,
+        rotate=rotate,
+        rotated_columns=columns,
+        rotation=_rotation(rotate, columns, call),
+        functions=functions,
+        eager=eager,
+        scaling=scaling,
+        told=_other_arguments(attention),
+        sinks="s_aux" in constants_of(attention),
         by_head=names == _BY_HEAD,
         values=values,
         value_norm=value_norm,
@@ -168,15 +159,38 @@ def find_attention(
 
 def is_attention(module: nn.Module) -> bool:
     """Whether ``module`` has projections with known names."""
-    names = [each for each in _QUERY_KEY_VALUE if all(map(module._modules.get, each))]
-    return bool(names) and any(map(module._modules.get, OUT))
+    return bool(_projections(module)) and any(map(module._modules.get, OUT))
+
+
+def _projections(module: nn.Module) -> tuple[str, ...]:
+    """The names of its projections of queries, keys and values; none if they are unknown."""
+    return next((names for names in _QUERY_KEY_VALUE if all(map(module._modules.get, names))), ())
+
+
+def _heads(attention: Any, widths: Mapping[str, int], gated: bool) -> tuple[int, int]:
+    """How many heads queries and keys have. ``widths``: how many heads each projection gives, gates included."""
+    query, key, *_ = (*widths.values(), 0)
+    if len(widths) == 1 and "q_proj" not in widths:  # queries, keys and values in one
+        heads = getattr(attention.config, "num_attention_heads", None) or attention.num_heads
+        return heads, (query - heads) // 2
+    return query // (2 if gated else 1), key
+
+
+def _other_arguments(attention: Any) -> dict[str, Any]:
+    """The arguments of the attention function that not every module has."""
+    told, constants = {}, constants_of(attention)
+    if "sliding_window" in constants:
+        told["sliding_window"] = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    if "softcap" in constants:
+        told["softcap"] = attention.attn_logit_softcapping
+    return told
 
 
 def find_cross_attention(
     attention: Any, out: nn.Module | None, names: Mapping[str, str | None], defaults: Mapping[str, Any], call: Call
 ) -> FusedCrossAttention:
     """How ``attention`` to an encoder computes. ``names``: its names for the layer's arguments."""
-    projections = next((own for own in _QUERY_KEY_VALUE if all(map(attention._modules.get, own))), ())
+    projections = _projections(attention)
     if out is None or len(projections) != 3:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
     functions, eager, scaling, head_dim = _told(attention)
@@ -185,20 +199,20 @@ def find_cross_attention(
     mask_name = _name_of(attention, _MASKS)
     _check_uses_all(attention, query, key, value, out, table)
     fused = FusedCrossAttention(
-        attention,
-        merge([query]),
-        merge([key, value]),
-        merge([out]),
-        head_dim,
-        functions,
-        eager,
-        scaling,
-        1.0,
-        {"attention_mask": mask_name, **names},
-        _cache_name(attention, defaults),
-        _name_of(attention, (KEY_VALUE_STATES, STATES)),
-        mask_name,
-        bias,
+        module=attention,
+        query=merge([query]),
+        key_value=merge([key, value]),
+        out=merge([out]),
+        head_dim=head_dim,
+        functions=functions,
+        eager=eager,
+        scaling=scaling,
+        query_scaling=1.0,
+        names={"attention_mask": mask_name, **names},
+        cache_name=_cache_name(attention, defaults),
+        states_name=_name_of(attention, (KEY_VALUE_STATES, STATES)),
+        mask_name=mask_name,
+        position_bias=bias,
     )
     found: FusedCrossAttention = _nearest(_with_scaled_queries([fused]), call, defaults)
     return found
@@ -399,7 +413,7 @@ def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any
         merge([out]),
         NormStep(attention.q_a_layernorm, find_norm(attention.q_a_layernorm)) if is_latent else None,
         merge([attention.q_b_proj]) if is_latent else None,
-        lambda *_: (),  # type: ignore[arg-type, return-value]
+        lambda *_: (),  # type: ignore[arg-type]
         functions,
         eager,
         cache_name=_cache_name(attention, defaults),

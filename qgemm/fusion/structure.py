@@ -83,6 +83,13 @@ class _Parts:
     beside: bool = False
     has_input: bool = False
 
+    @property
+    def every_norm(self) -> set[str]:
+        """The names of all norms: ``norms``, and those of the attention to an encoder, a mixture and an input."""
+        crosses = [_CROSS_NORM.format(self.crosses)] if self.crosses else []
+        beside = branches.BESIDE_NORMS if self.beside else ()
+        return {*self.norms, *crosses, *beside, *([branches.LAYER_INPUT_NORM] if self.has_input else ())}
+
 
 def is_layer(module: nn.Module) -> bool:
     """Whether ``module`` looks like a transformer layer: with attention or a replacement for it, an MLP, and norms."""
@@ -306,60 +313,49 @@ class _Branches:
 
 
 def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
-    names = {*found.norms}
-    for own, is_there in (
-        ((_CROSS_NORM.format(found.crosses),), found.crosses),
-        (branches.BESIDE_NORMS, found.beside),
-        ((branches.LAYER_INPUT_NORM,), found.has_input),
-    ):
-        names |= {*own} if is_there else set()
-    norms = {name: layer.get_submodule(name) for name in names}
+    norms = {name: layer.get_submodule(name) for name in found.every_norm}
     made = _Branches({name: NormStep(norm, find_norm(norm)) for name, norm in norms.items()})
+    _add_mixer(made, layer, found, call)
+    if found.crosses:
+        cross, defaults = layer.get_submodule(found.crosses), arguments_of(layer)
+        out = layer.get_submodule(dotted(found.crosses, child_of(cross, OUT)))
+        find: Callable[[], Branch] = partial(find_cross_attention, cross, out, _OF_ENCODER, defaults, call)
+        made.add("cross attention", found.crosses, find, CalledBranch(cross, True, _OF_ENCODER))
+    module = layer.get_submodule(found.mlp)
+    called = CalledBranch(module, False, adds=_adds(module)) if found.mlp else None
+    if found.mlp_layers is None:
+        shared = layer._modules.get(_SHARED)
+        find = partial(branches.find_mixture, module, call, shared)
+        # If the mixture is called as a module, the shared expert beside it wouldn't be included.
+        made.add("mixture", found.mlp, find, called if shared is None else None)
+    else:
+        find = partial(branches.find_mlp, layer, found.mlp, found.mlp_layers, found.activation)
+        made.add("mlp", found.mlp or "the MLP", find, None if found.beside else called)
+    if found.has_input:
+        made.add("layer input", branches.LAYER_INPUT[0], partial(branches.find_layer_input, layer), None)
+    mlp = made.of.get("mlp")
+    if found.beside and isinstance(mlp, FusedMlp):
+        order = next(each for each in NORMS if each.names == found.norms)
+        find = partial(branches.find_mlp_and_mixture, layer, mlp, (order.mlp, order.mlp_out), made.norms)
+        made.add("mixture", "experts", find, None)
+    return made
+
+
+def _add_mixer(made: _Branches, layer: nn.Module, found: _Parts, call: Call) -> None:
+    """Adds the attention of ``layer``, or what replaces it, to ``made``."""
     defaults, mixer = arguments_of(layer), layer.get_submodule(found.mixer)
+    if not found.is_attention:
+        made.of["attention"] = CalledBranch(mixer, False, _told(layer, mixer, defaults))
+        made.reasons.append(f"{found.mixer}: {type(mixer).__name__} is called as it is")
+        return
     out = layer.get_submodule(found.out) if found.out else None
     untold: dict[str, str | None] = dict.fromkeys((*_OF_ENCODER,) if found.crosses else ())
     untold.pop("attention_mask", None)
     untold |= {LAYER_INPUT: None} if found.has_input else {}
-    names_there = {**untold, **_other_cache(mixer, defaults)}
-    if found.is_attention:
-        made.add(
-            "attention",
-            found.mixer,
-            lambda: find_attention(mixer, out, defaults, call, untold),
-            CalledBranch(
-                mixer, True, names_there, _adds(mixer), behind=out if out not in mixer._modules.values() else None
-            ),
-        )
-    else:
-        made.of["attention"] = CalledBranch(mixer, False, _told(layer, mixer, defaults))
-        made.reasons.append(f"{found.mixer}: {type(mixer).__name__} is called as it is")
-    if found.crosses:
-        cross = layer.get_submodule(found.crosses)
-        last = layer.get_submodule(dotted(found.crosses, child_of(cross, OUT)))
-        made.add(
-            "cross attention",
-            found.crosses,
-            lambda: find_cross_attention(cross, last, _OF_ENCODER, defaults, call),
-            CalledBranch(cross, True, _OF_ENCODER),
-        )
-    module, layers = layer.get_submodule(found.mlp), found.mlp_layers
-    called = CalledBranch(module, False, adds=_adds(module)) if found.mlp else None
-    if layers is None:
-        shared = layer._modules.get(_SHARED)
-        find_mixture = partial(branches.find_mixture, module, call, shared)
-        # If the mixture is called as a module, the shared expert beside it wouldn't be included.
-        made.add("mixture", found.mlp, find_mixture, called if shared is None else None)
-    else:
-        find = partial(branches.find_mlp, layer, found.mlp, layers, found.activation)
-        made.add("mlp", found.mlp or "the MLP", find, None if found.beside else called)
-    if found.has_input:
-        made.add("layer input", branches.LAYER_INPUT[0], lambda: branches.find_layer_input(layer), None)
-    mlp = made.of.get("mlp")
-    if found.beside and isinstance(mlp, FusedMlp):
-        order = next(each for each in NORMS if each.names == found.norms)
-        both = branches.find_mlp_and_mixture
-        made.add("mixture", "experts", lambda: both(layer, mlp, (order.mlp, order.mlp_out), made.norms), None)
-    return made
+    names = {**untold, **_other_cache(mixer, defaults)}
+    behind = None if out in mixer._modules.values() else out
+    find = partial(find_attention, mixer, out, defaults, call, untold)
+    made.add("attention", found.mixer, find, CalledBranch(mixer, True, names, _adds(mixer), behind=behind))
 
 
 def _steps(found: _Parts, order: Norms, made: _Branches, scales: Sequence[tuple[nn.Module, str]]) -> tuple[Step, ...]:

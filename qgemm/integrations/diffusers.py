@@ -15,7 +15,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from qgemm.integrations.hub import refuse_to_save
 from qgemm.nn import QuantLayer
 
-_dtype_of_floats = ModelMixin.dtype.fget  # type: ignore[attr-defined]
+_dtype_of_floats = ModelMixin.dtype.fget
 _dtype_of_floats = getattr(_dtype_of_floats, "__wrapped__", _dtype_of_floats)  # after a notebook's autoreload
 
 
@@ -36,5 +36,5 @@ def _dtype(self: Any) -> torch.dtype:
     return _dtype_of_floats(self)  # type: ignore[no-any-return]
 
 
-ModelMixin.dtype = property(_dtype)  # type: ignore[assignment, method-assign]
+ModelMixin.dtype = property(_dtype)
 refuse_to_save(ModelMixin, "save_pretrained")

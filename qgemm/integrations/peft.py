@@ -30,7 +30,7 @@ if not hasattr(Linear, "lora_variants"):  # earlier versions don't ask which var
 _STARTS = (True, False, "gaussian", "eva")
 
 
-class _DoraQuantLinear(DoraLinearLayer):  # type: ignore[misc]
+class _DoraQuantLinear(DoraLinearLayer):
     """PEFT's DoRA: rows of ``W + scaling * B @ A`` get norms that are trained; ``W`` is the dequantized weight."""
 
     def update_layer(self, *, base_layer: nn.Module, **kwargs: Any) -> None:
@@ -47,7 +47,7 @@ def _in_float(layer: nn.Module) -> nn.Module:
     return layer.dequantize(torch.float32).requires_grad_(False) if isinstance(layer, LinearLayer) else layer
 
 
-class _DoraQuantVariant(DoraLinearVariant):  # type: ignore[misc]
+class _DoraQuantVariant(DoraLinearVariant):
     @staticmethod
     def init(module: Linear, adapter_name: str, **kwargs: Any) -> None:  # type: ignore[override]
         if not module.lora_magnitude_vector:
@@ -62,7 +62,7 @@ class _DoraQuantVariant(DoraLinearVariant):  # type: ignore[misc]
         module.lora_magnitude_vector[adapter_name] = layer
 
 
-class LoraQuantLinear(Linear):  # type: ignore[misc]
+class LoraQuantLinear(Linear):
     """PEFT's LoRA layer over a ``LinearLayer`` of any scheme, whose parameters don't change."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:

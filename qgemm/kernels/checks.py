@@ -123,9 +123,7 @@ def check_multiply(
         raise TypeError(f"q is {q.dtype} and weight {weight.dtype}; pass quantize_rows {weight.dtype} for its dtype")
     if q.ndim == 0 or q.shape[-1] != K:
         raise ValueError(f"q is {list(q.shape)} but the weight's in_features is {K}; it must be [..., {K}]")
-    if row_scale.dtype != torch.float32 or row_scale.shape != q.shape[:-1]:
-        wanted = list(q.shape[:-1])
-        raise ValueError(f"row_scale is {row_scale.dtype} {list(row_scale.shape)}; it must be torch.float32 {wanted}")
+    check_form("row_scale", row_scale, (torch.float32,), q.shape[:-1])
     check_length(K, weight.dtype)
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
@@ -258,9 +256,7 @@ def check_weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor |
         ("input_order", input_order, (torch.int32,), (in_features,)),
         ("step", step, (torch.float32,), (N,)),
     ):
-        if tensor is not None and (tensor.dtype not in dtypes or tensor.shape != shape):
-            wanted = names_of(dtypes)
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {wanted} {list(shape)}")
+        check_form(name, tensor, dtypes, shape)
     if (global_scale is None) == (scale.dtype == torch.float8_e4m3fn):
         has = "no global_scale" if global_scale is None else "a global_scale"
         raise ValueError(f"scale is {scale.dtype}, with {has}: one goes with float8_e4m3fn, and only with that")
@@ -349,11 +345,16 @@ def _check_zero_point(zero_point: Tensor, x: Tensor) -> None:
 
 def check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Raises unless ``residual`` is None, or dense and of this shape and dtype."""
-    if residual is None:
-        return
-    if residual.dtype != dtype or residual.shape != torch.Size(shape):
-        raise ValueError(f"residual is {residual.dtype} {list(residual.shape)}; it must be {dtype} {list(shape)}")
-    check_strided("residual", residual)
+    check_form("residual", residual, (dtype,), shape)
+    if residual is not None:
+        check_strided("residual", residual)
+
+
+def check_form(name: str, tensor: Tensor | None, dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> None:
+    """Raises unless ``tensor`` is None, or of one of ``dtypes`` and of this shape."""
+    if tensor is not None and (tensor.dtype not in dtypes or tensor.shape != torch.Size(shape)):
+        wanted = " or ".join(map(str, dtypes))
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {wanted} {list(shape)}")
 
 
 def _check_weight(weight: Tensor) -> None:

@@ -7,7 +7,6 @@ in microseconds. The table stays a CUDA tensor, whose memory is page-locked host
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.model.selection import listed
+from qgemm.warn import warn_user
 
 MIN_BYTES = 2**24
 """Smaller tables stay on the GPU, because moving them gains nothing."""
@@ -54,11 +54,10 @@ def offload_embeddings(model: nn.Module) -> int:
             weight.data = _on_host(weight.data)
             moved += weight.nbytes
     if tied:
-        warnings.warn(
+        warn_user(
             f"{listed(tied)} stayed on the GPU: other layers read the same weight. Give a tied output head one of its "
             "own before: model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone()), and "
-            "model.config.tie_word_embeddings = False",
-            stacklevel=2,
+            "model.config.tie_word_embeddings = False"
         )
     return moved
 

@@ -265,20 +265,22 @@ def _own_reason(module: nn.Module) -> str:
         if getattr(forward, "__func__", None) is not type(module).forward:
             return "its forward was replaced"
     if _is_linear(module):
-        weights = [(linear_weight(module), linear_weight(module).shape[1])]
-    else:
-        source = describe_experts(module)
-        widths = {"gate_up_proj": source.hidden_size, "down_proj": source.intermediate_size}
-        weights = [(module.get_parameter(source.parameters[name]), width) for name, width in widths.items()]
-    for weight, in_features in weights:
-        if type(weight.data) is not Tensor:
-            return f"its weight is a {type(weight.data).__name__}"
-        if weight.dtype not in _WEIGHT_DTYPES:
-            return f"its weight is {weight.dtype}, not float32, bfloat16 or float16"
-        if weight.numel() == 0:
-            return "its weight is empty"
-        if in_features > INT8.max_k:
-            return f"in_features is {in_features}; int32 sums hold up to {INT8.max_k}"
+        return _weight_reason(linear_weight(module), linear_weight(module).shape[1])
+    source = describe_experts(module)
+    widths = {"gate_up_proj": source.hidden_size, "down_proj": source.intermediate_size}
+    reasons = (_weight_reason(module.get_parameter(source.parameters[name]), widths[name]) for name in widths)
+    return next(filter(None, reasons), "")
+
+
+def _weight_reason(weight: Tensor, in_features: int) -> str:
+    if type(weight.data) is not Tensor:
+        return f"its weight is a {type(weight.data).__name__}"
+    if weight.dtype not in _WEIGHT_DTYPES:
+        return f"its weight is {weight.dtype}, not float32, bfloat16 or float16"
+    if weight.numel() == 0:
+        return "its weight is empty"
+    if in_features > INT8.max_k:
+        return f"in_features is {in_features}; int32 sums hold up to {INT8.max_k}"
     return ""
 
 

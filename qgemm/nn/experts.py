@@ -278,7 +278,7 @@ class QuantExperts(QuantLayer):
         """
         if isinstance(hidden_states, Proxy):
             added = () if residual is None else (residual,)
-            return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights, *added)  # type: ignore[no-any-return]
+            return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights, *added)
         check_is_tensor(top_k_index, "top_k_index")
         check_is_tensor(top_k_weights, "top_k_weights")
         # Others, such as weights in their place, would be cut to the numbers of experts.
@@ -324,7 +324,7 @@ class QuantSortedExperts(QuantExperts):
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """``[E * T, hidden_size]``, the first ``T`` rows for the first expert, to the same."""
         if isinstance(hidden_states, Proxy):
-            return traced_as_leaf(self, hidden_states)  # type: ignore[no-any-return]
+            return traced_as_leaf(self, hidden_states)
         # As those of Llama 4 do; others give the dtype of their input.
         hidden_states = to_autocast_dtype(hidden_states)
         rows, E = hidden_states.shape[0], self.num_experts

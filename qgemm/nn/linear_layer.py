@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from qgemm.kernels.checks import check_form
 from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.numerics.formats import INT8
@@ -152,18 +153,15 @@ class LinearLayer(QuantLayer):
         shape = [self.out_features, self.in_features]
         scale_shape = shape[:1] if size is None else [shape[0], cdiv(shape[1], size)]
         if values.dtype != form.storage or list(values.shape) != shape:
-            wanted = f"{str(form.storage).removeprefix('torch.')} {shape}"
-            raise ValueError(f"weight's values are {values.dtype} {list(values.shape)}; they must be {wanted}")
-        if scale.dtype != torch.float32 or list(scale.shape) != scale_shape:
-            raise ValueError(f"weight's scale is {scale.dtype} {list(scale.shape)}; it must be float32 {scale_shape}")
+            found = f"{values.dtype} {list(values.shape)}"
+            raise ValueError(f"weight's values are {found}; they must be {form.storage} {shape}")
+        check_form("weight's scale", scale, (torch.float32,), scale_shape)
         if form.has_zero_point != (zero_point is not None):
             wants = "needs zero points" if form.has_zero_point else "takes no zero points"
             raise ValueError(f"scheme {self.scheme.name!r} {wants} with weight's values and scale")
         if zero_point is not None:
             dtype = SCALE_DTYPES[self.scheme.weight.scale_dtype] if form.float_zeros else torch.int8
-            if zero_point.dtype != dtype or list(zero_point.shape) != scale_shape:
-                found, wanted = f"{zero_point.dtype} {list(zero_point.shape)}", str(dtype).removeprefix("torch.")
-                raise ValueError(f"weight's zero point is {found}; it must be {wanted} {scale_shape}")
+            check_form("weight's zero point", zero_point, (dtype,), scale_shape)
         if values.device.type == "meta" or scale.device.type == "meta":
             raise ValueError("weight is on meta, without values: pass the rounded values")
         if values.numel():

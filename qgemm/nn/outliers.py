@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.checks import check_input
+from qgemm.kernels.checks import check_form, check_input
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import NOT_FINITE
 from qgemm.nn.parallel import Shard
@@ -74,9 +74,7 @@ class OutlierLinear(QuantLinear):
         """Sets ``outlier_columns``. Raises ``ValueError`` unless they are ascending and as many as the scheme keeps."""
         if columns is None:
             raise ValueError(f"scheme {self.scheme.name!r} needs outlier_columns, which are found in calibration")
-        if columns.dtype != torch.int64 or columns.shape != self.outlier_columns.shape:
-            wanted = list(self.outlier_columns.shape)
-            raise ValueError(f"outlier_columns is {columns.dtype} {list(columns.shape)}; it must be int64 {wanted}")
+        check_form("outlier_columns", columns, (torch.int64,), self.outlier_columns.shape)
         if columns.device.type != "meta" and (problem := self.problem_with("outlier_columns", columns)):
             raise ValueError(f"outlier_columns {problem}")
         self.outlier_columns = frozen(columns.detach().to(device).clone())

@@ -148,7 +148,7 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -161,7 +161,7 @@ class _SumOfGradients(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.contiguous().clone()
         distributed.all_reduce(total, group=ctx.group)
         return total, None
@@ -176,5 +176,5 @@ class _Gather(torch.autograd.Function):
         return shard._gather(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.shard.own_columns(grad).contiguous(), None

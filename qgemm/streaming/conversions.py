@@ -8,7 +8,7 @@ needed, one expert at a time if each expert is made of its own tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,14 @@ def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], li
             _check_is_float(name, stored)
             _, inputs = conversions.setdefault(target, (by_pattern[pattern], []))
             inputs.append((pattern, name, dtype_of(target)))
+    return found | _find_converted(model, source, conversions, wanted), unplaced
+
+
+def _find_converted(
+    model: Any, source: Source, conversions: dict[str, tuple[Any, list[_Input]]], wanted: Mapping[str, Tensor]
+) -> dict[str, FloatTensor]:
+    """How the results of ``conversions`` are made, which are given by their targets."""
+    found: dict[str, FloatTensor] = {}
     turn = ConversionTurn()
     for target, (converter, inputs) in conversions.items():
         run = partial(_convert, model, converter, target, inputs)
@@ -81,7 +89,7 @@ def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], li
             else:
                 described = {"made": name, "dtype": str(value.dtype), "shape": list(value.shape)}
                 found[name] = made_float(value, partial(turn.value, convert, name), partial(dict, described))
-    return found, unplaced
+    return found
 
 
 def _split_by_expert(converter: Any, inputs: list[_Input], count: int) -> tuple[list[list[str]], int] | None:

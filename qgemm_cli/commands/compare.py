@@ -15,7 +15,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import OpenFiles
 from qgemm.device import find_device
 from qgemm.streaming.float_tensors import FloatTensor
-from qgemm_cli.layers import MATRICES, StoredLayer, find_layers
+from qgemm_cli.layers import MATRICES, StoredLayer, dtype_name, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.pairing import pair_weights
 from qgemm_cli.patterns import collapse, natural_order, pattern_of
@@ -134,7 +134,7 @@ def _layers_by_weight(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
 
 
 def _storage(layer: StoredLayer | None, tensor: FloatTensor) -> str:
-    return layer.storage if layer is not None else str(tensor.dtype).removeprefix("torch.")
+    return layer.storage if layer is not None else dtype_name(tensor.dtype)
 
 
 def _difference(a: FloatTensor, b: FloatTensor) -> dict[str, Any]:

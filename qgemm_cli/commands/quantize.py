@@ -90,8 +90,10 @@ def quantize(
 
 def _read_config(path: Path) -> Quantization:
     wanted = Quantization.load(path)
-    if wanted.device is not None or wanted.resume is not None:
-        raise ValueError(f"{path}: device and resume are options of the command: leave them out of the file")
+    if wanted.device is not None or wanted.resume_folder is not None:
+        raise ValueError(
+            f"{path}: the device and the folder to resume from are options of the command: leave them out of the file"
+        )
     return wanted
 
 

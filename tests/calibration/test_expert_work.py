@@ -200,8 +200,8 @@ def test_models_with_decided_experts_are_saved_loaded_and_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(GPTQ, "apply", stop)
         with pytest.raises(KeyboardInterrupt):
-            quantized(resume=tmp_path / "blocks")
-    resumed = quantized(resume=tmp_path / "blocks")
+            quantized(resume_folder=tmp_path / "blocks")
+    resumed = quantized(resume_folder=tmp_path / "blocks")
     qgemm.save_quantized(model, tmp_path / "saved")
     for other in (resumed, qgemm.load_quantized(tmp_path / "saved")):
         left, right = model.state_dict(), other.state_dict()

@@ -26,7 +26,12 @@ from qgemm.calibration.quantization import Quantization
         {"scheme": {"*": None}},
         {"scheme": "int8-static", "input_scales": {"0": 0.5, "1": torch.tensor(0.25)}},
         {"scheme": "int8-static-asymmetric", "input_scales": {"0": (0.5, 3)}},
-        {"recipe": [SmoothQuant(alpha=0.7), GPTQ()], "observer": Percentile(99.0), "resume": "kept", "device": "cpu"},
+        {
+            "recipe": [SmoothQuant(alpha=0.7), GPTQ()],
+            "observer": Percentile(99.0),
+            "resume_folder": "a",
+            "device": "cpu",
+        },
         {"scheme": ["int8", "int4"], "budget": qgemm.Budget(bytes="2GB")},
         {"scheme": "int4", "budget": qgemm.Budget(kl=0.5)},
     ],

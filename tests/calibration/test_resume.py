@@ -94,14 +94,14 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
 def test_a_run_goes_on_at_the_last_finished_block(family: str, block: str, tmp_path: Path) -> None:
     first = KilledAt(block)
     with pytest.raises(KeyboardInterrupt):
-        quantize(build(family), first, resume=tmp_path)
+        quantize(build(family), first, resume_folder=tmp_path)
     second = KilledAt("none")
-    resumed = quantize(build(family), second, resume=tmp_path)
+    resumed = quantize(build(family), second, resume_folder=tmp_path)
     assert first.seen + second.seen == BLOCKS[family]
     assert_same(resumed, whole(family))
     # And once more, when all is done.
     third = KilledAt("none")
-    assert_same(quantize(build(family), third, resume=tmp_path), whole(family))
+    assert_same(quantize(build(family), third, resume_folder=tmp_path), whole(family))
     assert third.seen == [block for block in BLOCKS[family] if not block]
 
 
@@ -112,8 +112,8 @@ def test_a_run_goes_on_at_the_last_finished_block(family: str, block: str, tmp_p
 )
 def test_layers_of_every_kind_come_back(scheme: str, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        quantize(build("bert"), KilledAt("bert.encoder.layer.1"), resume=tmp_path, scheme=scheme)
-    resumed = quantize(build("bert"), resume=tmp_path, scheme=scheme)
+        quantize(build("bert"), KilledAt("bert.encoder.layer.1"), resume_folder=tmp_path, scheme=scheme)
+    resumed = quantize(build("bert"), resume_folder=tmp_path, scheme=scheme)
     assert_same(resumed, whole("bert", scheme))
 
 
@@ -121,11 +121,11 @@ def test_a_model_that_holds_blocks_of_the_folder_is_partly_quantized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        quantize(build("llama"), KilledAt("model.layers.1"), resume=tmp_path)
+        quantize(build("llama"), KilledAt("model.layers.1"), resume_folder=tmp_path)
     monkeypatch.setattr(qgemm.model.restore, "free_memory", lambda device: 0)
     example = build("llama")
     with pytest.raises(KeyboardInterrupt):
-        quantize(example, KilledAt("model.layers.1"), resume=tmp_path)
+        quantize(example, KilledAt("model.layers.1"), resume_folder=tmp_path)
     with pytest.raises(RuntimeError, match="is partly quantized: quantize_model was stopped half-way"):
         example.model(**example.inputs)
 
@@ -134,8 +134,8 @@ def test_a_model_that_holds_blocks_of_the_folder_is_partly_quantized(
 def test_killed_twice(tmp_path: Path) -> None:
     for block in ("encoder.block.1", "decoder.block.1"):
         with pytest.raises(KeyboardInterrupt):
-            quantize(build("t5"), KilledAt(block), resume=tmp_path)
-    assert_same(quantize(build("t5"), resume=tmp_path), whole("t5"))
+            quantize(build("t5"), KilledAt(block), resume_folder=tmp_path)
+    assert_same(quantize(build("t5"), resume_folder=tmp_path), whole("t5"))
 
 
 def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,14 +158,14 @@ def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
 
     def run() -> None:
         os.replace = killed  # of the child alone
-        quantize(build("llama"), resume=folder)
+        quantize(build("llama"), resume_folder=folder)
 
     assert os.WTERMSIG(in_child(run)) == signal.SIGKILL
     names = sorted(path.name for path in folder.iterdir())
     assert [name for name in names if name[0] != "."] == ["block-00000.safetensors", "run.json"]
     assert len(names) == 3
     probe = KilledAt("none")
-    resumed = quantize(build("llama"), probe, resume=folder)
+    resumed = quantize(build("llama"), probe, resume_folder=folder)
     assert probe.seen == BLOCKS["llama"][1:]
     assert_same(resumed, whole("llama"))
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
@@ -184,9 +184,9 @@ def test_a_full_disk_leaves_whole_files_only(at: str, tmp_path: Path, monkeypatc
     with monkeypatch.context() as context:
         context.setattr(os, "replace", full)
         with pytest.raises(OSError, match="No space left"):
-            quantize(build("llama"), resume=tmp_path)
+            quantize(build("llama"), resume_folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ([] if at == "run.json" else ["run.json"])
-    assert_same(quantize(build("llama"), resume=tmp_path), whole("llama"))
+    assert_same(quantize(build("llama"), resume_folder=tmp_path), whole("llama"))
 
 
 def changed_model() -> Example:
@@ -220,48 +220,50 @@ def test_a_folder_of_another_run_is_refused(
     example: Any, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        quantize(build("llama"), KilledAt("model.layers.1"), resume=tmp_path)
+        quantize(build("llama"), KilledAt("model.layers.1"), resume_folder=tmp_path)
     other = example()
     before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}
-    with pytest.raises(ValueError, match=f"resume: .* holds a run with {message}.*: give another folder, or remove"):
-        quantize(other, resume=tmp_path, **settings)
+    with pytest.raises(
+        ValueError, match=f"resume_folder: .* holds a run with {message}.*: give another folder, or remove"
+    ):
+        quantize(other, resume_folder=tmp_path, **settings)
     after = other.model.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def test_an_observer_with_other_settings_is_another(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        quantize(build("llama"), KilledAt("model.layers.1"), resume=tmp_path, observer=Percentile(99.0))
+        quantize(build("llama"), KilledAt("model.layers.1"), resume_folder=tmp_path, observer=Percentile(99.0))
     with pytest.raises(ValueError, match="another observer"):
-        quantize(build("llama"), resume=tmp_path, observer=Percentile(99.9))
-    quantize(build("llama"), resume=tmp_path, observer=Percentile(99.0))
+        quantize(build("llama"), resume_folder=tmp_path, observer=Percentile(99.9))
+    quantize(build("llama"), resume_folder=tmp_path, observer=Percentile(99.0))
 
 
 def test_a_run_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("qgemm.calibration.pipeline.__version__", "0.0.1")
         with pytest.raises(KeyboardInterrupt):
-            quantize(build("llama"), KilledAt("model.layers.1"), resume=tmp_path)
+            quantize(build("llama"), KilledAt("model.layers.1"), resume_folder=tmp_path)
     with pytest.raises(ValueError, match="holds a run with another version of qgemm: give another"):
-        quantize(build("llama"), resume=tmp_path)
+        quantize(build("llama"), resume_folder=tmp_path)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match=r"holds thesis\.tex but no run\.json: give an empty folder"):
-        quantize(build("llama"), resume=tmp_path)
+        quantize(build("llama"), resume_folder=tmp_path)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        quantize(build("llama"), KilledAt("model.layers.1"), resume=tmp_path)
+        quantize(build("llama"), KilledAt("model.layers.1"), resume_folder=tmp_path)
     path = tmp_path / "block-00000.safetensors"
     whole = path.read_bytes()
 
     def refused(content: bytes, message: str) -> None:
         path.write_bytes(content)
         with pytest.raises(qgemm.CheckpointError, match=message):
-            quantize(build("llama"), resume=tmp_path)
+            quantize(build("llama"), resume_folder=tmp_path)
 
     flipped = bytearray(whole)
     flipped[-5] ^= 1
@@ -278,7 +280,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     text = run.read_text()
     run.write_text(text[:-10])
     with pytest.raises(qgemm.CheckpointError, match=r"run\.json is not valid JSON"):
-        quantize(build("llama"), resume=tmp_path)
+        quantize(build("llama"), resume_folder=tmp_path)
 
 
 def test_a_bias_that_a_method_made_comes_back(tmp_path: Path) -> None:
@@ -298,8 +300,8 @@ def test_a_bias_that_a_method_made_comes_back(tmp_path: Path) -> None:
         )
 
     with pytest.raises(KeyboardInterrupt):
-        run(KilledAt("model.layers.1"), resume=tmp_path)
-    resumed = run(KilledAt("none"), resume=tmp_path)
+        run(KilledAt("model.layers.1"), resume_folder=tmp_path)
+    resumed = run(KilledAt("none"), resume_folder=tmp_path)
     assert_same(resumed, run(KilledAt("none")))
     assert (resumed.model.layers[0].mlp.up_proj.bias == 0.25).all()
 
@@ -315,8 +317,8 @@ def test_ties_hold(tmp_path: Path) -> None:
 
     expected = quantize(shared(), recipe=[GPTQ(), KilledAt("none")])
     with pytest.raises(KeyboardInterrupt):
-        quantize(shared(), resume=tmp_path, recipe=[GPTQ(), KilledAt("model.layers.1")])
-    resumed = quantize(shared(), resume=tmp_path, recipe=[GPTQ(), KilledAt("none")])
+        quantize(shared(), resume_folder=tmp_path, recipe=[GPTQ(), KilledAt("model.layers.1")])
+    resumed = quantize(shared(), resume_folder=tmp_path, recipe=[GPTQ(), KilledAt("none")])
     first, second = resumed.model.layers
     assert second.input_layernorm.weight is first.input_layernorm.weight
     assert_same(resumed, expected)

@@ -122,7 +122,7 @@ def _quantize_blocks(folder: Path) -> dict[str, Tensor]:
     example = FAMILIES["llama"]()
     recipe, data = [SmoothQuant()], [example.inputs]
     model = quantize_model(
-        example.model, "int8-static", recipe=recipe, calibration=data, resume=folder / "run", progress=False
+        example.model, "int8-static", recipe=recipe, calibration=data, resume_folder=folder / "run", progress=False
     )
     return model.state_dict()
 

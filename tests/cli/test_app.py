@@ -153,7 +153,7 @@ main()
 def test_a_reader_that_has_had_enough(arguments: list[str], int8_folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "code.py"
     script.write_text(WITHOUT_A_READER)
-    result = run_process(script, "inspect", int8_folder, *arguments)
+    result = run_process(script, "inspect", int8_folder, *arguments, transformers=True)
     assert (result.stderr, result.returncode) == ("", 141)
 
 

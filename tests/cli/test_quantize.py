@@ -105,7 +105,7 @@ def test_a_config_says_what_is_wanted(float_folder: Path, tmp_path: Path) -> Non
     failing = partial(run_failing, "quantize", float_folder, tmp_path / "none", "--config", path)
     assert "--config replaces --scheme" in failing("--skip", "a")
     path.write_text("device: cpu\n")
-    assert "device and resume are options of the command" in failing()
+    assert "the folder to resume from are options of the command" in failing()
     path.write_text("budget: {kl: 0.1}\nscheme: [int8, int4]\n")
     assert "budget needs a text to run the model on: pass --text FILE" in failing()
 

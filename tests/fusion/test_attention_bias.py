@@ -17,9 +17,10 @@ from families.example import language_model
 from torch import Tensor
 
 from fusion.encoders import OPERATORS
-from fusion.test_fuse import BOTH, Counted, fused_parts
+from fusion.test_fuse import BOTH, fused_parts
 from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized
 from qgemm.fusion.fuse import _why_not_returned
+from tests.operators import Operators
 
 LAYER = (("attention",), ("mlp",))
 DECODER_LAYER = (("attention",), ("cross attention",), ("mlp",))
@@ -60,11 +61,11 @@ def test_biases_of_layers_have_the_bits_of_the_model(family: str, scheme: str) -
     fused: Any = fuse(copy.deepcopy(model), inputs(2, 7, decoder=3))
     assert fused_parts(fused) == LAYER * 2 + DECODER_LAYER * 2
     for each in (inputs(1, 1, decoder=1), inputs(2, 7, 3, decoder=2), inputs(3, 40, 9, decoder=5)):
-        with Counted() as counted:
+        with Operators() as counted:
             found = fused(**each).logits
         assert torch.equal(found, model(**each).logits)
         # Norms go with what quantizes their rows, or, of 4-bit weights, with what hands them floats.
-        assert counted.names["qgemm.norm_quantize"] + counted.names["qgemm.add_norm"] == 5 * 2 + 2
+        assert counted.names.count("qgemm.norm_quantize") + counted.names.count("qgemm.add_norm") == 5 * 2 + 2
 
 
 @pytest.mark.slow(quick=["t5-static"])
@@ -77,9 +78,9 @@ def test_tokens_behind_others_have_the_bias_of_their_positions(family: str, cach
     options |= {"return_dict_in_generate": True, "output_logits": True, "decoder_start_token_id": 0}
     options |= {"cache_implementation": "static"} if cache == "static" else {}
     expected = model.generate(**inputs(2, 7, 3), **options).logits
-    with Counted() as counted:
+    with Operators() as counted:
         found = fused.generate(**inputs(2, 7, 3), **options).logits
-    assert counted.names["qgemm.norm_quantize"] == 2 * 2 + len(found) * 2 * 3
+    assert counted.names.count("qgemm.norm_quantize") == 2 * 2 + len(found) * 2 * 3
     assert len(found) == 5
     assert all(map(torch.equal, found, expected))
 
@@ -136,9 +137,9 @@ def test_attention_by_operators_is_as_exact_as_the_model(family: str) -> None:
     assert fused_parts(with_float) == fused_parts(fused) == (BOTH, BOTH)
     for each in [own] if images else [inputs(2, 7, 3), inputs(3, 30), inputs(1, 1)]:
         exact = model(**each)[0]
-        with Counted() as counted:
+        with Operators() as counted:
             torch.testing.assert_close(with_float(**each)[0], exact, rtol=1e-5, atol=1e-5)
-        assert counted.names["aten._softmax"] == 0
+        assert counted.names.count("aten._softmax") == 0
         each = {name: x.bfloat16() if images else x for name, x in each.items()}
         expected, found = ((m(**each)[0].float() - exact).norm() for m in (rounded, fused))
         assert found <= 1.2 * expected

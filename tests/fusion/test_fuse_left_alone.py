@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
 from qgemm.nn.blocks.binding import fused_of
-from tests.fusion.test_fuse import BOTH, Counted, fused_parts, products_in, quantized
+from tests.fusion.test_fuse import BOTH, fused_parts, products_in, quantized
+from tests.operators import Operators
 
 
 def test_training_and_gradients_are_left_to_the_model() -> None:
@@ -330,7 +331,7 @@ def test_gradients_of_norms_adapters_and_prefixes_are_those_of_the_model() -> No
 def test_a_frozen_model_is_fused_with_gradients_on() -> None:
     example = quantized("llama")
     fuse(example.model).requires_grad_(False)
-    with Counted() as counted:
+    with Operators() as counted:
         example.model(**example.inputs)
     assert counted.products == products_in(example)
 

@@ -345,7 +345,7 @@ def test_a_process_without_qgemm_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(folders[0])
     qgemm.save_quantized(model, folders[1])
     model.vision_model.save_pretrained(folders[2])
-    run_code(WITHOUT_QGEMM, *folders)
+    run_code(WITHOUT_QGEMM, *folders, transformers=True)
 
 
 WITHOUT_NAMES = """
@@ -361,7 +361,7 @@ assert "qgemm" in AUTO_QUANTIZER_MAPPING
 
 @pytest.mark.slow
 def test_versions_without_what_is_wrapped() -> None:
-    run_code(WITHOUT_NAMES)
+    run_code(WITHOUT_NAMES, transformers=True)
 
 
 def test_versions_that_load_with_other_arguments() -> None:

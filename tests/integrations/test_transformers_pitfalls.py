@@ -306,7 +306,7 @@ def test_a_process_without_qgemm_is_refused(llama_folder: Path, tmp_path: Path) 
     # What was quantized once can be float again.
     model.dequantize()
     model.save_pretrained(tmp_path / "float")
-    run_code(WITHOUT_QGEMM, tmp_path / "float", *folders)
+    run_code(WITHOUT_QGEMM, tmp_path / "float", *folders, transformers=True)
 
 
 def test_a_config_that_is_none(llama_folder: Path, tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ assert qgemm.QGemmConfig is not old
 assert AUTO_QUANTIZATION_CONFIG_MAPPING["qgemm"] is qgemm.QGemmConfig
 assert AUTO_QUANTIZER_MAPPING["qgemm"] is package.QGemmQuantizer
 """
-    run_code(code)
+    run_code(code, transformers=True)
 
 
 def test_disk_is_refused_where_weights_are_quantized(llama_folder: Path) -> None:

@@ -211,7 +211,7 @@ def test_autocast_keeps_the_dtype_of_x(device: torch.device) -> None:
         ({"x": lambda x: x.double()}, "x is torch.float64; a quantized layer accepts"),
         ({"x": lambda x: x[:, :-1]}, "x has 299 columns but the layer's in_features is 300"),
         ({"x": lambda x: x[0, 0]}, "x has no columns"),
-        ({"values": lambda w: w.long()}, r"weight is torch.int64 \[40, 256\]; it must be uint8 \[40, 256\]"),
+        ({"values": lambda w: w.long()}, r"weight is torch.int64 \[40, 256\]; it must be torch.uint8 \[40, 256\]"),
         ({"values": lambda w: w[:, 1:]}, r"weight is torch.uint8 \[40, 255\]"),
         ({"scale": lambda s: s[:, 1:]}, r"scale is torch.float16 \[40, 2\]; it must be .* \[40, 3\]"),
         ({"scale": lambda s: s.double()}, "scale is torch.float64"),

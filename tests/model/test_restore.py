@@ -226,10 +226,10 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_model(tmp_path: Path, monke
     for at in (10, 3):  # both in the second block, of seven layers
         failing(monkeypatch, at, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
-            quantize_model(model, **options, resume=tmp_path)
+            quantize_model(model, **options, resume_folder=tmp_path)
         before.assert_same(model)
     done = failing(monkeypatch, 0, None)
-    quantize_model(model, **options, resume=tmp_path)
+    quantize_model(model, **options, resume_folder=tmp_path)
     assert len(done) == 7
     assert torch.equal(output(model, inputs), output(whole, inputs))
 

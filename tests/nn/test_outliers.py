@@ -84,7 +84,7 @@ def test_a_weight_that_is_not_finite(column: int) -> None:
 
 BAD: list[tuple[Any, str]] = [
     (None, "scheme 'int8-outliers-16' needs outlier_columns, which are found in calibration"),
-    (COLUMNS[1:], r"outlier_columns is torch.int64 \[15\]; it must be int64 \[16\]"),
+    (COLUMNS[1:], r"outlier_columns is torch.int64 \[15\]; it must be torch.int64 \[16\]"),
     (COLUMNS.int(), r"outlier_columns is torch.int32 \[16\]"),
     (COLUMNS.flip(0), "outlier_columns must be ascending columns of a weight that has 70"),
     (COLUMNS.clamp(min=3), "outlier_columns must be ascending columns"),

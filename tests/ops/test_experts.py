@@ -137,8 +137,8 @@ def test_gradients_of_fp8_experts(scheme: str, device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gate_up": lambda t: t.int()}, r"gate_up is torch.int32 \[4, 96, 128\]; it must be uint8"),
-        ({"down": lambda t: t[..., :64]}, r"down is torch.uint8 \[4, 64, 64\]; it must be uint8 \[4, 64, 128\]"),
+        ({"gate_up": lambda t: t.int()}, r"gate_up is torch.int32 \[4, 96, 128\]; it must be torch.uint8"),
+        ({"down": lambda t: t[..., :64]}, r"down is torch.uint8 \[4, 64, 64\]; it must be torch.uint8 \[4, 64, 128\]"),
         ({"down_scale": lambda t: t[..., :1]}, r"down's scale is .*; it must be .* \[4, 64, 2\]"),
         ({"gate_up_bias": lambda t: t[:, 1:]}, r"gate_up's bias is .*; it must be .* \[4, 96\]"),
         ({"gate_up_scale": lambda t: t.mT.contiguous().mT}, "gate_up's scale has strides .*; it must be contiguous"),

@@ -66,7 +66,7 @@ def reads_stored_keys(config: PreTrainedConfig) -> bool:
     return getattr(config, "recurrent_kv_cache_mode", None) == "last_loop"
 
 
-class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
+class KeyValueLayer(CacheLayerMixin):
     """Keys and values of a layer: ``[max_batch, heads, max_length, D]``, and int8's scales without the ``D``."""
 
     is_compileable = True
@@ -199,7 +199,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
                     each.copy_(each.index_select(0, beam_idx.to(each.device)))
 
 
-class NoLayer(CacheLayerMixin):  # type: ignore[misc]
+class NoLayer(CacheLayerMixin):
     """A layer without keys of its own: it uses another layer's, or has no attention."""
 
     is_compileable = True
@@ -229,7 +229,7 @@ class NoLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class KeyValueCache(Cache):  # type: ignore[misc]
+class KeyValueCache(Cache):
     """A static cache of keys and values, in float or int8, for up to ``max_batch`` sequences of ``max_length`` tokens.
 
     Use ``cache = qgemm.KeyValueCache(model.config, max_batch=8, max_length=4096, dtype=torch.int8)``, and then

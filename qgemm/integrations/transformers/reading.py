@@ -170,7 +170,7 @@ def open_files(files: list[Path], manifest: Manifest) -> _LoadedFiles:
         if (report := read_report(folder, manifest, weights)) is not None:
             opened.report = parse_report(report, manifest, folder)
     except FileNotFoundError:
-        warn_without_report(folder, manifest.report, stacklevel=3)
+        warn_without_report(folder, manifest.report)
     if manifest.save is not None:
         pending = folder / name_with_id(GENERATION_CONFIG_FILE, manifest.save)
         if os.path.isfile(pending):

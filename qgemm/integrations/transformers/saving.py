@@ -73,7 +73,7 @@ def describe(model: PreTrainedModel, save: str | None) -> None:
     # weight, and no conversion could split an int8 weight together with its scales.
     model._weight_conversions = []  # type: ignore[assignment]
     # All keys are saved, because load_quantized builds a model without values, and so without computed tensors.
-    model._keys_to_ignore_on_save = None  # type: ignore[assignment]
+    model._keys_to_ignore_on_save = None
 
 
 def admit(config: PreTrainedConfig) -> None:

@@ -101,7 +101,7 @@ def process_group(model: PreTrainedModel) -> Any:
     return (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
 
 
-class _Whole(TensorParallelLayer):  # type: ignore[misc]
+class _Whole(TensorParallelLayer):
     """The style for what each process has whole: its ``forward`` isn't wrapped, so that it can be fused."""
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
@@ -109,7 +109,7 @@ class _Whole(TensorParallelLayer):  # type: ignore[misc]
         return module
 
 
-class _Around(TensorParallelLayer):  # type: ignore[misc]
+class _Around(TensorParallelLayer):
     """One of transformers' own styles, which wraps no quantized layer: a shard handles communication itself."""
 
     def __init__(self, original: Any) -> None:

@@ -24,7 +24,7 @@ from qgemm.numerics.zero_points import correction
 from qgemm.ops import quant_linear
 
 
-class QGemmInt8Kernel(Int8ScaledMMLinearKernel):  # type: ignore[misc]
+class QGemmInt8Kernel(Int8ScaledMMLinearKernel):
     """Products of ``CompressedTensorsW8A8Int8``: activations per token, or static with or without a zero point."""
 
     @classmethod
@@ -82,7 +82,7 @@ def _one_range(scales: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
     return scale, (-128 - lowest / scale).round().to(torch.int8)
 
 
-class QGemmCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[misc]
+class QGemmCompressedTensorsConfig(CompressedTensorsConfig):
     """vLLM's config of a checkpoint, with ``QGemmInt8Kernel`` for its int8 layers."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:

@@ -43,7 +43,7 @@ class ServedConfig(MethodConfig):
         if config.get("quant_method") == COMPRESSED_TENSORS:
             from qgemm.integrations.vllm.compressed_tensors import QGemmCompressedTensorsConfig
 
-            return QGemmCompressedTensorsConfig.from_config(config)  # type: ignore[no-any-return]
+            return QGemmCompressedTensorsConfig.from_config(config)
         return cls(Manifest.from_config({"quantization_config": config}, Path("config.json")).layers)
 
     @classmethod

@@ -112,7 +112,7 @@ def take_dtype(parameter: Any, value: Tensor, name: str) -> None:
         parameter.data = known.to(value.dtype if is_new else torch.promote_types(known.dtype, value.dtype))
 
 
-class SharedParameter(PerTensorScaleParameter):  # type: ignore[misc]
+class SharedParameter(PerTensorScaleParameter):
     """A value of any shape for each part of a merged layer."""
 
     def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
@@ -126,7 +126,7 @@ class SharedParameter(PerTensorScaleParameter):  # type: ignore[misc]
         own.copy_(loaded_weight.reshape(own.shape))
 
 
-class PackedParameter(ModelWeightParameter):  # type: ignore[misc]
+class PackedParameter(ModelWeightParameter):
     """4-bit values, two per byte, which are far apart in a row: they are repacked if a split separates them."""
 
     def __init__(self, sizes: Sizes, **options: Any) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
-from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided, conversion, names_of
+from qgemm.kernels.checks import FLOAT_DTYPES, check_form, check_same_device, check_strided, conversion, names_of
 from qgemm.numerics.formats import INT8
 
 MAX_QUERIES = 16  # positions of a sequence that decode_attention accepts at a time
@@ -59,10 +59,7 @@ def _check_cached(name: str, cached: Tensor, scale: Tensor | None, dtype: torch.
         )
     if cached.stride(-1) != 1:
         raise ValueError(f"{name} has strides {cached.stride()}; the values of a head must lie side by side")
-    if scale is not None and (scale.dtype != torch.float32 or scale.shape != cached.shape[:-1]):
-        raise ValueError(
-            f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be torch.float32 {list(cached.shape[:-1])}"
-        )
+    check_form(f"{name}_scale", scale, (torch.float32,), cached.shape[:-1])
 
 
 def _check_scores(sinks: Tensor | None, Hq: int, softcap: float, window: int) -> None:

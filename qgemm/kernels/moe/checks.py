@@ -6,6 +6,7 @@ from torch import Tensor
 from qgemm.kernels.checks import (
     FLOAT_DTYPES,
     GROUP_SCALE_DTYPES,
+    check_form,
     check_length,
     check_residual,
     check_same_device,
@@ -47,8 +48,7 @@ def check_grouped_mm(
             f"offsets is {offsets.dtype} {list(offsets.shape)}; it must be torch.int32 [{b.shape[0]}], where each "
             "group ends"
         )
-    if a_scale.dtype != torch.float32 or a_scale.shape != a.shape[:1]:
-        raise ValueError(f"a_scale is {a_scale.dtype} {list(a_scale.shape)}; it must be torch.float32 [{a.shape[0]}]")
+    check_form("a_scale", a_scale, (torch.float32,), a.shape[:1])
     check_same_device(a=a, b=b, offsets=offsets, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; grouped_mm returns {names_of(FLOAT_DTYPES)}")
@@ -133,9 +133,7 @@ def check_weight_only_experts(
             ("'s global scale", global_scale, (torch.float32,), (E, 2)),
             ("'s bias", bias, FLOAT_DTYPES, rows),
         ):
-            if tensor is not None and (tensor.dtype not in allowed or tensor.shape != shape):
-                found = f"{tensor.dtype} {list(tensor.shape)}"
-                raise ValueError(f"{name}{part} is {found}; it must be {names_of(allowed)} {list(shape)}")
+            check_form(f"{name}{part}", tensor, allowed, shape)
             if tensor is not None and not tensor.is_contiguous():
                 raise ValueError(f"{name}{part} has strides {tensor.stride()}; it must be contiguous")
         if (global_scale is None) == (scale.dtype == torch.float8_e4m3fn):

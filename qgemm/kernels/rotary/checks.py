@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided, conversion, names_of
+from qgemm.kernels.checks import FLOAT_DTYPES, check_form, check_same_device, check_strided, conversion, names_of
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.rotary.call import VALUES, KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
@@ -42,10 +42,17 @@ def check_rotate(call: RotaryCall) -> None:
         raise ValueError(
             f"qkv is {list(qkv.shape)}; it must be [B, S, heads * D], and {heads} heads are wanted, all in all"
         )
-    B, S, D = qkv.shape[0], qkv.shape[1], qkv.shape[2] // heads
     Norm(norm, eps)
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; of queries and keys it must be one of {sorted(NORMS)}")
+    _check_angles(cos, sin, qkv, call.head_size)
+    for name, weight, count in (("q_weight", q_weight, q_heads), ("k_weight", k_weight, kv_heads)):
+        _check_weight(name, weight, count, call.head_size, qkv.dtype)
+    check_same_device(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
+
+
+def _check_angles(cos: Tensor | None, sin: Tensor | None, qkv: Tensor, D: int) -> None:
+    B, S, _ = qkv.shape
     if (cos is None) != (sin is None):
         raise ValueError("cos and sin go together: give both or none")
     for name, tensor in (("cos", cos), ("sin", sin)):
@@ -65,14 +72,16 @@ def check_rotate(call: RotaryCall) -> None:
         raise ValueError(
             f"cos is {cos.dtype} {list(cos.shape)} and sin is {sin.dtype} {list(sin.shape)}: make them alike"
         )
-    for name, weight, count in (("q_weight", q_weight, q_heads), ("k_weight", k_weight, kv_heads)):
-        if weight is None:
-            continue
-        if weight.dtype != qkv.dtype:
-            raise TypeError(f"{name} is {weight.dtype}; it must be {qkv.dtype}, as qkv")
-        if weight.shape not in ((D,), (count, D), (count * D,)):
-            raise ValueError(f"{name} is {list(weight.shape)}; it must be [{D}], [{count}, {D}] or [{count * D}]")
-    check_same_device(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
+
+
+def _check_weight(name: str, weight: Tensor | None, count: int, D: int, dtype: torch.dtype) -> None:
+    """Of a norm of ``count`` heads of ``D`` values in ``dtype``."""
+    if weight is None:
+        return
+    if weight.dtype != dtype:
+        raise TypeError(f"{name} is {weight.dtype}; it must be {dtype}, as qkv")
+    if weight.shape not in ((D,), (count, D), (count * D,)):
+        raise ValueError(f"{name} is {list(weight.shape)}; it must be [{D}], [{count}, {D}] or [{count * D}]")
 
 
 def check_rotate_and_store(call: RotaryCall, store: KeyValueStore) -> None:
@@ -96,10 +105,7 @@ def check_cache(batch: int, kv_heads: int, D: int, dtype: torch.dtype, store: Ke
             raise ValueError(f"{name} is {list(rows.shape)}; it must be [{batch}, {kv_heads}, L, {D}]")
         if rows.stride(3) != 1:
             raise ValueError(f"{name} has strides {rows.stride()}; its last dimension must be contiguous")
-        if scale is not None and (scale.dtype != torch.float32 or scale.shape != rows.shape[:3]):
-            raise ValueError(
-                f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(rows.shape[:3])}"
-            )
+        check_form(f"{name}_scale", scale, (torch.float32,), rows.shape[:3])
     if k.shape != v.shape:
         raise ValueError(f"k is {list(k.shape)} and v is {list(v.shape)}: they must be alike")
     if length is not None and (

@@ -216,23 +216,18 @@ class FusedAttention:
         shape = qkv.shape[:-1]
         if self.packed:
             qkv = qkv[None]
-        if self.shared is None or states is None:
-            q, k, v = self._find_heads(qkv, positions, cache, others)
-        elif self.shared.stores:
-            q, k, v = self._find_heads(qkv, positions, cache, others)
-            states[self.shared.key] = k, v
-        else:
-            q, _, _ = self._find_heads(qkv, positions, None, others)
-            k, v = states[self.shared.key]
+        shared = None if states is None else self.shared
+        if shared is not None and not shared.stores:
+            q = self._find_heads(qkv, positions, None, others)[0]
+            k, v = states[shared.key]
             k, v = k.to(q.device), v.to(q.device)
+        else:
+            q, k, v = self._find_heads(qkv, positions, cache, others)
+            if shared is not None:
+                states[shared.key] = k, v
         gate = self._queries(qkv)[1] if self.gated else None
         del qkv  # a fifth of a long prompt's memory beside weights and cache; queries, keys and values are copies
-        if self.temperature is not None:
-            q = self.temperature(q, seen)
-        if self.position_scale is not None:
-            q = self.position_scale(q, others["position_ids"])
-        if self.query_scaling != 1.0:
-            q = q * self.query_scaling
+        q = self._scaled(q, seen, others)
         if self.position_bias is not None and others.get(POSITION_BIAS) is None:
             others[POSITION_BIAS] = context[POSITION_BIAS] = self.position_bias(self.module, q, k, seen)
         others.update(self.told)
@@ -243,6 +238,14 @@ class FusedAttention:
         if gate is not None:
             out = out * torch.sigmoid(gate)
         return out_of.product(out.reshape(*shape, -1), dtype, residual)
+
+    def _scaled(self, q: Tensor, seen: Any, others: Mapping[str, Any]) -> Tensor:
+        """``q [B, H, S, D]``, which follow ``seen`` tokens, times all factors of queries."""
+        if self.temperature is not None:
+            q = self.temperature(q, seen)
+        if self.position_scale is not None:
+            q = self.position_scale(q, others["position_ids"])
+        return q if self.query_scaling == 1.0 else q * self.query_scaling
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, others: dict[str, Any]) -> Tensor:
         """The output ``[B, S, H, D]`` of the attention function, called with ``others``."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -184,22 +184,9 @@ def _rows_side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
 
 def why_apart(layers: Sequence[nn.Module]) -> str:
     """Why ``layers`` can't be merged; empty if they can."""
-    linear: list[LinearLayer] = []
-    for layer in layers:
-        if not isinstance(layer, LinearLayer) or type(layer) not in _MERGED:
-            names = " or ".join(kind.__name__ for kind in _MERGED)
-            return f"{_name(layer)} is of class {type(layer).__name__}, not {names}"
-        if hasattr(layer, "_hf_hook"):
-            return f"accelerate moves the weight of {_name(layer)}"
-        is_replaced = "forward" in vars(layer) and fused_of(layer) is None
-        if layer._forward_hooks or layer._forward_pre_hooks or is_replaced:
-            return f"{_name(layer)} has hooks, or another forward"
-        if type(layer._parameters.get("weight")) is not nn.Parameter:
-            return f"the weight of {_name(layer)} is computed, or split among processes"
-        if layer.shard is not None and not layer.shard.is_open:
-            does = "gathers its outputs" if layer.shard.style == "column" else "takes its part of a whole input"
-            return f"{_name(layer)} is split among processes, and {does}"
-        linear.append(layer)
+    if reason := next(filter(None, map(_why_alone, layers)), ""):
+        return reason
+    linear = cast(Sequence[LinearLayer], layers)
     for layer in linear[:-1]:
         if layer.out_features % layer.rows_in_step:
             return f"{_name(layer)} has {layer.out_features} outputs, which aren't whole blocks of {layer.rows_in_step}"
@@ -211,6 +198,24 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
             return f"{_name(first)} is {first.scheme.name}, {_name(other)} {other.scheme.name}"
     if name := _differing(linear):
         return f"{name} of {_name(first)} differs from its siblings'"
+    return ""
+
+
+def _why_alone(layer: nn.Module) -> str:
+    """Why ``layer`` can't be merged with any other; empty if it can."""
+    if not isinstance(layer, LinearLayer) or type(layer) not in _MERGED:
+        names = " or ".join(kind.__name__ for kind in _MERGED)
+        return f"{_name(layer)} is of class {type(layer).__name__}, not {names}"
+    if hasattr(layer, "_hf_hook"):
+        return f"accelerate moves the weight of {_name(layer)}"
+    is_replaced = "forward" in vars(layer) and fused_of(layer) is None
+    if layer._forward_hooks or layer._forward_pre_hooks or is_replaced:
+        return f"{_name(layer)} has hooks, or another forward"
+    if type(layer._parameters.get("weight")) is not nn.Parameter:
+        return f"the weight of {_name(layer)} is computed, or split among processes"
+    if layer.shard is not None and not layer.shard.is_open:
+        does = "gathers its outputs" if layer.shard.style == "column" else "takes its part of a whole input"
+        return f"{_name(layer)} is split among processes, and {does}"
     return ""
 
 

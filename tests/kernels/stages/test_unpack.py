@@ -1,7 +1,4 @@
-"""Every byte unpacked and widened: by kernels of a few lines, and by the PTX of theirs, run by 50 lines of Python."""
-
-import re
-import struct
+"""Every byte unpacked and widened: by kernels of a few lines, and by the PTX of theirs, run by Python."""
 
 import pytest
 import torch
@@ -10,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qgemm.kernels.stages import unpack
+from tests.kernels.stages.ptx import execute
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -186,61 +184,3 @@ def run(assembly: str, outputs: int) -> list[list[int]]:
     """What the output registers hold for each four of ``BYTES``, as signed numbers."""
     found = [execute(assembly, outputs, word & 0xFFFFFFFF) for word in BYTES.view(torch.int32).tolist()]
     return [[value - (value >> 31 << 32) for value in each] for each in zip(*found, strict=True)]
-
-
-def execute(assembly: str, outputs: int, *words: int) -> list[int]:
-    registers = {f"${outputs + index}": word for index, word in enumerate(words)}
-
-    def value(operand: str) -> int:
-        return registers[operand] if operand in registers else int(operand, 0)
-
-    for line in assembly.strip("{} ").split(";"):
-        name, operands = line.split(maxsplit=1) if line.strip() else (".reg", "")
-        if lanes := re.fullmatch(r"{(.*), (.*)}, (.*)", operands):
-            low, high, given = lanes.groups()
-            registers |= {low: value(given) & 0xFFFF, high: value(given) >> 16}
-        elif lanes := re.fullmatch(r"(.*), {(.*), (.*)}", operands):
-            to, low, high = lanes.groups()
-            registers[to] = value(low) | value(high) << 16
-        elif name != ".reg":
-            to, *rest = (operand.strip() for operand in operands.split(","))
-            registers[to] = OPERATIONS[name.split(".")[0]](*map(value, rest), *name.split(".")[1:]) & 0xFFFFFFFF
-    return [registers[f"${index}"] for index in range(outputs)]
-
-
-def prmt(a: int, b: int, selector: int, _type: str) -> int:
-    every = struct.pack("<II", a, b)
-    chosen = [selector >> 4 * i & 15 for i in range(4)]
-    return int.from_bytes(bytes((every[i & 7] >> 7) * 255 if i & 8 else every[i] for i in chosen), "little")
-
-
-def lop3(a: int, b: int, c: int, table: int, _type: str) -> int:
-    return sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
-
-
-def in_lanes(a: int, b: int, kind: str, factor: bool) -> int:
-    dtype = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}[kind]
-    first, second = (torch.tensor(list(struct.pack("<I", each)), dtype=torch.uint8).view(dtype) for each in (a, b))
-    return (first * second if factor else first - second).view(torch.int32).item() & 0xFFFFFFFF
-
-
-def fused(a: int, b: int, c: int, _rounding: str, _kind: str) -> int:
-    """Exact in float64: bfloat16 values of few steps each."""
-    values = [torch.tensor(list(struct.pack("<I", each)), dtype=torch.uint8).view(torch.bfloat16) for each in (a, b, c)]
-    first, second, third = (each.double() for each in values)
-    return (first * second + third).bfloat16().view(torch.int32).item() & 0xFFFFFFFF
-
-
-OPERATIONS = {
-    "fma": fused,
-    "prmt": prmt,
-    "lop3": lop3,
-    "max": lambda a, b, _type: max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF),
-    "mov": lambda a, _type: a,
-    "and": lambda a, b, _type: a & b,
-    "xor": lambda a, b, _type: a ^ b,
-    "shl": lambda a, b, _type: a << b,
-    "shr": lambda a, b, _type: a >> b,
-    "sub": lambda a, b, kind: in_lanes(a, b, kind, factor=False),
-    "mul": lambda a, b, kind, *_: a * b if kind == "lo" else in_lanes(a, b, kind, factor=True),
-}

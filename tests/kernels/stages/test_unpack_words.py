@@ -1,6 +1,5 @@
 """Every byte unpacked by the programs of words, run by a few lines of Python: values, zero points, and scales."""
 
-import re
 import struct
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.stages import unpack_words
-from tests.kernels.stages.test_unpack import BYTES, DTYPES, OPERATIONS, TABLES, halves, widened
+from tests.kernels.stages.ptx import execute
+from tests.kernels.stages.test_unpack import BYTES, DTYPES, TABLES, halves, same, widened
 
 FORMATS = [*TABLES, "int8", "fp8"]
 WORDS = BYTES.view(torch.int32).tolist()
@@ -21,7 +21,7 @@ def run(name: str, operands: list[int]) -> list[Tensor]:
     program = unpack_words.WORDS_PTX.value[name]
     dtype = DTYPES[name.split()[1]]
     count = 4 * (2 if name.split()[0] in TABLES else 1)
-    found = torch.tensor([execute(program, count, [word & 0xFFFFFFFF, *operands]) for word in WORDS])
+    found = torch.tensor([execute(program, count, word & 0xFFFFFFFF, *operands) for word in WORDS])
     values = found.to(torch.int32).to(torch.int16).view(dtype).double()
     return [values[:, start : start + 4].flatten() for start in range(0, count, 4)]
 
@@ -33,11 +33,6 @@ def expected(format: str, dtype: str) -> tuple[Tensor, ...]:
 
 def times(format: str, dtype: str) -> tuple[float, float]:
     return {"int4": (1.0, 4.0), "int8": (64.0, 64.0)}.get(format, (1.0, 1.0)) if dtype == "bf16" else (1.0, 1.0)
-
-
-def same(found: Tensor, wanted: Tensor) -> bool:
-    """Whether all are equal but where NaN is expected."""
-    return torch.equal(found.where(~wanted.isnan(), 0), wanted.nan_to_num(0.0))
 
 
 def twice(value: float, dtype: torch.dtype) -> int:
@@ -119,62 +114,3 @@ def test_scales(format: str, scales: str) -> None:
         smallest = torch.finfo(DTYPES[dtype]).smallest_normal * eps
         near_enough = (found * factor - exact).abs() <= exact.abs() * eps * 0.51 + smallest
         assert (near_enough | wanted.isnan()).all()
-
-
-def execute(assembly: str, outputs: int, operands: list[int]) -> list[int]:
-    """What the output registers hold. float32 registers hold their bits."""
-    registers = {f"${outputs + index}": operand for index, operand in enumerate(operands)}
-
-    def value(operand: str) -> int:
-        return registers[operand] if operand in registers else int(operand, 0)
-
-    for line in assembly.strip("{} ").split(";"):
-        name, rest = line.split(maxsplit=1) if line.strip() else (".reg", "")
-        if lanes := re.fullmatch(r"{(.*), (.*)}, (.*)", rest):
-            low, high, given = lanes.groups()
-            registers |= {low: value(given) & 0xFFFF, high: value(given) >> 16}
-        elif name != ".reg":
-            to, *given = (operand.strip() for operand in rest.split(","))
-            if name in FLOATS:
-                registers[to] = FLOATS[name](*map(value, given))
-            else:
-                kind = name.split(".")[1:]
-                registers[to] = OPERATIONS[name.split(".")[0]](*map(value, given), *kind) & 0xFFFFFFFF
-    return [registers[f"${index}"] & 0xFFFF for index in range(outputs)]
-
-
-def lanes_of(bits: int, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(list(struct.pack("<I", bits)), dtype=torch.uint8).view(dtype)
-
-
-def bits_of(values: Tensor) -> int:
-    return int(values.view(torch.int32).item()) & 0xFFFFFFFF
-
-
-def multiply_add(dtype: torch.dtype, a: int, b: int, c: int) -> int:
-    first, second, third = (lanes_of(each, dtype).double() for each in (a, b, c))
-    return bits_of((first * second + third).to(dtype))
-
-
-def to_float(dtype: torch.dtype, bits: int) -> int:
-    return bits_of(lanes_of(bits, dtype)[:1].float())
-
-
-def rounded(dtype: torch.dtype, high: int, low: int) -> int:
-    return bits_of(torch.cat([lanes_of(low, torch.float32), lanes_of(high, torch.float32)]).to(dtype))
-
-
-FLOATS = {
-    "xor.b32": lambda a, b: a ^ b,
-    "mul.f32": lambda a, b: bits_of(lanes_of(a, torch.float32) * lanes_of(b, torch.float32)),
-    "fma.rn.f32": lambda a, b, c: multiply_add(torch.float32, a, b, c),
-    **{
-        name: lambda *given, function=function, dtype=dtype: function(dtype, *given)
-        for kind, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16))
-        for name, function in (
-            (f"fma.rn.{kind}x2", multiply_add),
-            (f"cvt.f32.{kind}", to_float),
-            (f"cvt.rn.{kind}x2.f32", rounded),
-        )
-    },
-}

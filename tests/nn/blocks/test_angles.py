@@ -9,28 +9,10 @@ import pytest
 import torch
 from families import FAMILIES
 from fusion.structures import STRUCTURES
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
 from qgemm.fusion.probe import find_angles
-
-
-class _Called(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def _operators(module: Any, *args: Any, **kwargs: Any) -> list[str]:
-    with _Called() as called:
-        module(*args, **kwargs)
-    return called.names
+from tests.operators import operators
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", "twice"), ("cohere", "each twice"), ("phi", "twice")])
@@ -43,7 +25,7 @@ def test_angles_are_one_operator(family: str, layout: str, dtype: torch.dtype) -
     expected = embedding(x, positions)
     fuse(model)
     assert vars(embedding)["_qgemm_fused"].layouts == {"": layout}
-    assert _operators(embedding, x, position_ids=positions) == ["qgemm.rotary_angles.default"]
+    assert operators(embedding, x, position_ids=positions) == ["qgemm.rotary_angles"]
     assert all(map(torch.equal, embedding(x, positions), expected))
     assert ("model.rotary_emb", ("rotary",), 0.0) in [
         (each.name, each.parts, each.error) for each in fusion_report(model).others
@@ -63,7 +45,7 @@ def test_an_embedding_may_know_types_of_layers() -> None:
     expected = [embedding(x, positions, each) for each in types]
     fuse(model)
     for each, wanted in zip(types, expected, strict=True):
-        assert _operators(embedding, x, positions, each) == ["qgemm.rotary_angles.default"]
+        assert operators(embedding, x, positions, each) == ["qgemm.rotary_angles"]
         assert all(map(torch.equal, embedding(x, positions, layer_type=each), wanted))
     assert expected[0][0].shape != expected[1][0].shape
     with pytest.raises(KeyError):

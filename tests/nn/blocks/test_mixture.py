@@ -7,24 +7,11 @@ from typing import Any
 import pytest
 import torch
 from families.mixtures import MIXTURES
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qgemm import fuse, quantize_model
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.mixture import FusedMixture
-
-
-class Operators(TorchDispatchMode):
-    """The names of operators that compute something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.names.append(func._schema.name.partition("::")[2])
-        return func(*args, **(kwargs or {}))
+from tests.operators import Operators
 
 
 def fused(family: str) -> tuple[Any, Any]:
@@ -37,7 +24,7 @@ def fused(family: str) -> tuple[Any, Any]:
 def operators(call: Any, *arguments: Any, **options: Any) -> list[str]:
     with torch.no_grad(), Operators() as found:
         call(*arguments, **options)
-    return found.names
+    return [name.partition(".")[2] for name in found.names]
 
 
 SHARED = ["quant_linear", "activation_quantize", "multiply", "mm", "sigmoid", "mul"]

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, Example
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
 from qgemm.nn.blocks.binding import fused_of
-
-
-class _Called(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+from tests.operators import operators
 
 
 class _Cut(torch.Tensor):
     """As a DTensor is."""
-
-
-def _operators(norm: nn.Module, x: torch.Tensor) -> list[str]:
-    with _Called() as called:
-        norm(x)
-    return called.names
 
 
 @pytest.fixture
@@ -49,9 +30,9 @@ def test_the_last_norm_is_one_operator(example: Example) -> None:
     expected, norm = example.output(), example.model.get_submodule("model.norm")
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     own = norm(x)
-    assert len(_operators(norm, x)) > 5
+    assert len(operators(norm, x)) > 5
     fuse(example.model)
-    assert _operators(norm, x) == ["qgemm.add_norm.default"]
+    assert operators(norm, x) == ["qgemm.add_norm"]
     assert torch.equal(norm(x), own)
     assert torch.equal(norm(hidden_states=x), own)
     assert torch.equal(example.output(), expected)
@@ -61,7 +42,7 @@ def test_the_last_norm_is_one_operator(example: Example) -> None:
         "2 of 2 layers fused: 2 x attention, 2 x mlp; 1 x norm, 1 x rotary"
     )
     copied = copy.deepcopy(norm)
-    assert _operators(copied, x) == ["qgemm.add_norm.default"]
+    assert operators(copied, x) == ["qgemm.add_norm"]
     unfuse(example.model)
     assert "forward" not in vars(norm)
     assert fused_of(norm) is None
@@ -74,15 +55,15 @@ def test_what_is_left_to_the_norm(example: Example) -> None:
     norm(x).sum().backward()
     assert norm.get_parameter("weight").grad is not None
     norm.requires_grad_(False)
-    assert _operators(norm, x) == ["qgemm.add_norm.default"]
+    assert operators(norm, x) == ["qgemm.add_norm"]
     assert norm(x.requires_grad_()).requires_grad
     assert norm(x.detach().float()).dtype == torch.float32
     norm.weight = nn.Parameter(norm.get_parameter("weight").detach().as_subclass(_Cut), requires_grad=False)
-    assert len(_operators(norm, x.detach())) > 1
+    assert len(operators(norm, x.detach())) > 1
     norm.weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16), requires_grad=False)
-    assert _operators(norm, x.detach()) == ["qgemm.add_norm.default"]
+    assert operators(norm, x.detach()) == ["qgemm.add_norm"]
     with torch.autocast("cpu"):
-        assert len(_operators(norm, x.detach())) > 1
+        assert len(operators(norm, x.detach())) > 1
 
 
 def norms_of(model: nn.Module) -> set[str]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qgemm import quantize_model
 from qgemm.fusion.siblings import SiblingWatch
 from qgemm.nn.blocks.binding import bind, unbind
 from qgemm.nn.blocks.siblings import FusedSibling, Siblings
+from tests.operators import Operators
 
 
 class Module(nn.Module):
@@ -30,16 +30,6 @@ class Module(nn.Module):
         if changes:
             x.mul_(2)
         return torch.cat([*parts, self.third(x), self.other(x + 1)], dim=-1)
-
-
-class Products(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += str(func) == "qgemm.quant_linear.default"
-        return func(*args, **(kwargs or {}))
 
 
 def made() -> tuple[Any, torch.Tensor]:
@@ -64,9 +54,9 @@ def fused(module: Any, x: torch.Tensor) -> None:
 
 
 def products(module: Any, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, int]:
-    with torch.no_grad(), Products() as counted:
+    with torch.no_grad(), Operators() as found:
         out = module(x.clone(), **options)
-    return out, counted.count
+    return out, found.products
 
 
 def test_one_product_with_the_same_bits() -> None:
