@@ -366,13 +366,14 @@ def test_zero_points_with_a_byte_each(stored_as: str, tmp_path: Path) -> None:
         tensors = {"weight": torch.zeros(8, 128, dtype=torch.int8), "weight_scale": tensors["weight_scale"]}
     group = {"group_0": group_of(stored_as, weights(4, "channel", symmetric=False))}
     for scale in (torch.full((8, 1), 0.5), torch.full((8,), 0.5), torch.tensor([0.5])):
-        for zero_point in (torch.full((8, 1), -3), torch.full((8,), -3), torch.tensor([-3])):
+        for zero_point in (torch.full((8, 1), -8), torch.full((8,), 8), torch.tensor([-3])):
             own = {**tensors, "weight_scale": scale, "weight_zero_point": zero_point.to(torch.int8)}
             if len(scale) == 1:
                 group["group_0"]["weights"] = weights(4, "tensor", symmetric=False)
             write(tmp_path, {"0": own}, group)
             (layer,) = qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
-            assert torch.equal(layer.dequantize(torch.float32).weight, torch.full((8, 128), 1.5))
+            wanted = torch.full((8, 128), -0.5 * int(zero_point.flatten()[0]))
+            assert torch.equal(layer.dequantize(torch.float32).weight, wanted)
     write(tmp_path, {"0": {**own, "weight_zero_point": torch.tensor([9], dtype=torch.int8)}}, group)
     with pytest.raises(CheckpointError, match="zero points go from 9 to 9; those of 4 bits are from -8 to 8"):
         qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
