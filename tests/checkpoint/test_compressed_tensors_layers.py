@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -393,11 +394,11 @@ def test_values_beyond_four_bits_are_refused(tmp_path: Path) -> None:
 
 
 def test_one_scale_for_a_tensor_and_scales_of_any_float_dtype(tmp_path: Path) -> None:
-    group = {"group_0": group_of("pack-quantized", weights(4, "tensor"))}
-    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float32):
-        tensors = {**packed_layer(size=128), "weight_scale": torch.tensor([0.25], dtype=dtype)}
+    float_dtypes = (torch.float64, torch.float16, torch.bfloat16, torch.float32)
+    for dtype, (strategy, shape) in product(float_dtypes, (("tensor", (1,)), ("channel", (8, 1)))):
+        tensors = {**packed_layer(size=128), "weight_scale": torch.full(shape, 0.25, dtype=dtype)}
         tensors["weight_packed"] = tensors["weight_packed"] + 1
-        write(tmp_path, {"0": tensors}, group)
+        write(tmp_path, {"0": tensors}, {"group_0": group_of("pack-quantized", weights(4, strategy))})
         (layer,) = qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
         assert layer.weight_scale.dtype == (torch.float32 if dtype == torch.float64 else dtype)
         assert torch.equal(layer.dequantize(torch.float32).weight[:, :8], torch.eye(8)[:1].expand(8, -1) / 4)
