@@ -61,6 +61,8 @@ _UNREAD: dict[str, dict[str, str]] = {
 # Where only the first values of a head are rotated, and where transformers reads by itself how many are.
 _PARTLY_ROTATED = ("nemotron", "phi3", "stablelm")
 _READS_ROTATED = ("llama", "minimax-m2")
+# The base of rotary frequencies if none is stated, and where transformers' own is another one.
+_BASE, _WITH_OTHER_BASES = 10000.0, ("gemma3", "gpt-oss", "lfm2", "minimax-m2", _MIXTRAL)
 # Where some layers attend to a window: each of these has none.
 _WITHOUT_WINDOW = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
 _SIGMOID = 2
@@ -131,6 +133,10 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
     for setting, name in _UNREAD.get(_MIXTRAL if is_mixtral else architecture, {}).items():
         if own.get(setting) is not None:
             config[name] = own[setting]
+    if architecture == "phi3":  # 0 stands for none, and a window of 0 tokens would be one
+        config["sliding_window"] = config.get("sliding_window") or None
+    if (_MIXTRAL if is_mixtral else architecture) in _WITH_OTHER_BASES:
+        config.setdefault("rope_theta", _BASE)
     _add_of_heads(path, config, own, architecture)
     if config.get("is_gated_act"):  # T5's, all of whose files have gates; transformers would take relu for gelu
         config["feed_forward_proj"] = "gated-gelu"
@@ -150,12 +156,13 @@ def _check_is_computed(path: Path, own: dict[str, Any], architecture: str) -> No
             raise unsupported(f"{path}: {name} is {own[name]}, which transformers doesn't compute for {architecture}")
     fixed: dict[str, object] = {"expert_gating_func": _SIGMOID} if architecture == "minimax-m2" else {}
     if (each := _WITHOUT_WINDOW.get(architecture)) is not None:
-        base = 10000.0 if architecture == "gemma3" else own.get("rope.freq_base", 10000.0)
+        base = _BASE if architecture == "gemma3" else own.get("rope.freq_base", _BASE)
         fixed = {"attention.sliding_window_pattern": each, "rope.freq_base_swa": base}
     for name, value in fixed.items():
         if name in own and own[name] != value:
             raise unsupported(f"{path}: {name} is {own[name]}, and in transformers' model of {architecture} {value}")
-    if architecture == "gemma3" and not own.get("attention.sliding_window"):
+    # Files of Gemma 2 may state none, for which both take 4096.
+    if each is not None and not own.get("attention.sliding_window", architecture == "gemma2"):
         raise unsupported(f"{path} doesn't state attention.sliding_window: transformers' model would have windows")
     if own.get("expert_count", 0) and architecture not in _OF_MIXTURES:
         raise unsupported(f"{path} is a mixture of experts, which transformers doesn't read as {architecture}")
@@ -207,7 +214,7 @@ def llama3_scaling(path: Path, factors: Tensor, config: dict[str, Any]) -> dict[
     """The scaling of Llama 3 whose factors of rotary frequencies are these; raises ``CheckpointError`` for others."""
     if factors.ndim != 1:
         raise CheckpointError(f"{path}: {ROTARY_FACTORS} has shape {list(factors.shape)}, and must be a vector")
-    base = float(config.get("rope_theta") or 10000.0)
+    base = float(config.get("rope_theta") or _BASE)
     steps = torch.arange(len(factors), dtype=torch.float64, device="cpu") / max(len(factors), 1)
     wavelengths = 2 * math.pi * base**steps
     low, high, length = _LLAMA3.values()
