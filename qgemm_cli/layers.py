@@ -134,7 +134,8 @@ def _layers_of_gguf(checkpoint: Checkpoint, source: GgufModel) -> list[StoredLay
     for own, names in parts.items():
         if own not in experts:
             module, leaf = split_name(own)
-            modules.setdefault(module, {}).update({leaf: names[0]} | {name: name for name in names[1:]})
+            first, *others = sorted(names, key=lambda name: not name.endswith(".weight"))  # factors may precede it
+            modules.setdefault(module, {}).update({leaf: first} | {name: name for name in others})
             continue
         weights = [name for name in names if name.endswith(".weight")]
         total, K = sum(math.prod(source.shape(name)) for name in weights), source.shape(weights[0])[-1]
