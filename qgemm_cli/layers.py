@@ -216,7 +216,8 @@ def _known(
     manifest, weight, shape = contents.manifest, tensors.get("weight"), contents.shapes.get(module)
     if module in manifest.in_features and weight is not None and len(weight.shape) == 2:
         shape = weight.shape[0], manifest.in_features[module]
-    return None if shape is None else ("linear", manifest.layers[module].weight.dtype, shape)
+    kind = "embedding" if _is_embedding(module) else "linear"
+    return None if shape is None else (kind, manifest.layers[module].weight.dtype, shape)
 
 
 def _packed(tensors: dict[str, StoredTensor], bits: int) -> tuple[str, str, tuple[int, ...]] | None:
