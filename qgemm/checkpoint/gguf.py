@@ -57,7 +57,7 @@ class GgufModel:
         names = [name for name in self.stored if EXPERT.fullmatch(name) is None]
         # Of these it takes names for values.
         stored = [each for each in self.stored_settings if b".rope.scaling." not in each]
-        config = model_config(self.path, self.settings, header_of(stored, names), dtype)
+        config = model_config(self.path, self.settings, header_of(stored, names), dtype, self.stored)
         if _EMBEDDING in self.stored:
             config["vocab_size"] = self.shape(_EMBEDDING)[0]
         names = [name for name in (ROTARY_FACTORS, *LONG_FACTORS) if name in self.stored]

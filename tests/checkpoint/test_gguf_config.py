@@ -132,8 +132,8 @@ def test_architectures_that_are_refused(tmp_path: Path) -> None:
         path = write_file(tmp_path / "a.gguf", architecture, settings, {})
         with pytest.raises(CheckpointError, match=f"transformers doesn't read {architecture} as llama.cpp writes it"):
             read_gguf(path).config("float32")
-    path = write_file(tmp_path / "a.gguf", "granite", settings, {})
-    with pytest.raises(CheckpointError, match="architecture granite is not supported yet"):
+    path = write_file(tmp_path / "a.gguf", "command-r", settings, {})
+    with pytest.raises(CheckpointError, match="architecture command-r is not supported yet"):
         read_gguf(path).config("float32")
     with pytest.raises(CheckpointError, match="doesn't say of which architecture"):
         model_config(path, {}, b"", "float32")

@@ -6,20 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 import qgemm
+from checkpoint.mlx_layers import affine, small_floats, weight_of
 from checkpoint.packers import linears
 from checkpoint.samples import load_sample, logit_error, wrong_weights
 from qgemm import CheckpointError
 from qgemm.nn import WeightOnlyLinear
 
 NAME = "mlx-mixed"
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def test_sample() -> None:
@@ -35,42 +34,6 @@ def test_sample() -> None:
     assert block.self_attn.o_proj.scheme.name == "mxfp4"
     assert wrong_weights(NAME) == []
     assert logit_error(NAME) < 1e-6
-
-
-def packed(codes: np.ndarray[Any, Any], bits: int) -> Tensor:
-    """uint32 words ``[..., K * bits / 32]`` of ``codes``, ``[..., K]``: one long number, low bits first."""
-    single = codes[..., None] >> np.arange(bits) & 1
-    octets = np.packbits(single.reshape(*codes.shape[:-1], -1).astype(np.uint8), axis=-1, bitorder="little")
-    return torch.from_numpy(octets.view("<u4"))
-
-
-def affine(bits: int, size: int, *shape: int, dtype: torch.dtype = torch.float16) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of a layer, and its weight in float64."""
-    rng = np.random.default_rng(bits)
-    codes = rng.integers(0, 1 << bits, shape, dtype=np.int64)
-    grid = (*shape[:-1], shape[-1] // size)
-    scale, bias = (torch.from_numpy(rng.standard_normal(grid)).to(dtype) for _ in range(2))
-    spread = [each.double().repeat_interleave(size, dim=-1) for each in (scale, bias)]
-    return {"weight": packed(codes, bits), "scales": scale, "biases": bias}, torch.from_numpy(codes) * spread[
-        0
-    ] + spread[1]
-
-
-def small_floats(mode: str, *shape: int) -> tuple[dict[str, Tensor], Tensor]:
-    """The same of a mode with small floats."""
-    rng, size = np.random.default_rng(0), 16 if mode == "nvfp4" else 32
-    if mode == "mxfp8":
-        octets = rng.integers(0, 0x78, shape, dtype=np.uint8)
-        values, words = (
-            torch.from_numpy(octets).view(torch.float8_e4m3fn).double(),
-            torch.from_numpy(octets.view("<u4")),
-        )
-    else:
-        codes = rng.integers(0, 16, shape)
-        values, words = torch.tensor([*E2M1, *(-each for each in E2M1)]).double()[codes], packed(codes, 4)
-    scale = torch.from_numpy(rng.integers(0x30, 0x40, (*shape[:-1], shape[-1] // size), dtype=np.uint8))
-    factor = scale.view(torch.float8_e4m3fn).double() if mode == "nvfp4" else 2.0 ** (scale.double() - 127)
-    return {"weight": words, "scales": scale}, values * factor.repeat_interleave(size, dim=-1)
 
 
 def load(
@@ -98,27 +61,28 @@ def load(
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_bits(bits: int, size: int, K: int, scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors, weight = affine(bits, size, 5, K, dtype=dtype)
+    tensors = affine(bits, size, 5, K, dtype=dtype)
     layer = load(tmp_path, tensors, 5, K, {"bits": bits, "group_size": size})
     assert layer.scheme.name == scheme
     assert torch.equal(layer.weight_scale, tensors["scales"])
-    error = (layer.dequantize(torch.float64).weight - weight).abs().amax()
+    error = (layer.dequantize(torch.float64).weight - weight_of(tensors, "affine", bits, size)).abs().amax()
     zeros = layer.weight_zero_point.abs().amax()
     assert error <= (2.0**-24 * zeros if bits in (4, 8) else 0.0)
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
 def test_small_floats(mode: str, tmp_path: Path) -> None:
-    tensors, weight = small_floats(mode, 5, 96)
-    settings = {"group_size": 16 if mode == "nvfp4" else 32, "bits": 8 if mode == "mxfp8" else 4, "mode": mode}
+    tensors, size, bits = small_floats(mode, 5, 96), 16 if mode == "nvfp4" else 32, 8 if mode == "mxfp8" else 4
+    settings = {"group_size": size, "bits": bits, "mode": mode}
     layer = load(tmp_path, tensors, 5, 96, settings)
     assert layer.scheme.name == mode
-    assert torch.equal(layer.dequantize(torch.float64).weight, weight)
+    assert torch.equal(layer.dequantize(torch.float64).weight, weight_of(tensors, mode, bits, size))
 
 
 def test_what_the_config_says(tmp_path: Path) -> None:
     """A layer's own settings count more than those of all, and MLX's key more than one of before it was converted."""
-    tensors, weight = affine(6, 32, 4, 96)
+    tensors = affine(6, 32, 4, 96)
+    weight = weight_of(tensors, "affine", 6, 32)
     of_all = {"bits": 4, "group_size": 64, "a": {"bits": 6, "group_size": 32}, "b": False}
     for config in (
         {"settings": of_all},
@@ -129,14 +93,14 @@ def test_what_the_config_says(tmp_path: Path) -> None:
         assert torch.equal(layer.dequantize(torch.float64).weight, weight)
     with pytest.warns(UserWarning, match="quant_method is 'fp8', but the tensors are mlx's, as which they are read"):
         assert load(tmp_path, tensors, 4, 96, of_all, quantization_config={"quant_method": "fp8"})
-    floats, of_floats = small_floats("mxfp4", 4, 96)
+    floats = small_floats("mxfp4", 4, 96)
     layer = load(tmp_path, floats, 4, 96, {"group_size": 64, "bits": 8, "a": {"mode": "mxfp4"}})
-    assert torch.equal(layer.dequantize(torch.float64).weight, of_floats)
+    assert torch.equal(layer.dequantize(torch.float64).weight, weight_of(floats, "mxfp4", 4, 32))
 
 
 def test_an_index_of_one_file(tmp_path: Path) -> None:
     """MLX writes one beside that file."""
-    tensors, _ = affine(4, 64, 4, 128)
+    tensors = affine(4, 64, 4, 128)
     names = {f"a.{name}": "model.safetensors" for name in tensors}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
@@ -176,11 +140,10 @@ def test_experts(kind: str, holder: str, mode: str, tmp_path: Path) -> None:
         if ".experts." not in name
     }
     for part, (N, K) in {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}.items():
-        tensors, weight = small_floats(mode, 3, N, K) if mode == "mxfp4" else affine(4, 32, 3, N, K)
-        weight = weight.float()
+        tensors = small_floats(mode, 3, N, K) if mode == "mxfp4" else affine(4, 32, 3, N, K)
         if mode == "affine":
             tensors |= {leaf: tensors[leaf] / 64 for leaf in ("scales", "biases")}
-            weight /= 64
+        weight = weight_of(tensors, mode, 4, 32).float()
         stored |= {f"model.layers.0.{holder}.{part}_proj.{leaf}": tensor for leaf, tensor in tensors.items()}
         target = down if part == "down" else gates_and_ups
         if is_oss:
@@ -205,7 +168,7 @@ def test_experts(kind: str, holder: str, mode: str, tmp_path: Path) -> None:
     assert "quantization" not in json.loads((tmp_path / "saved" / "config.json").read_text())
 
 
-GOOD = affine(4, 64, 4, 128)[0]
+GOOD = affine(4, 64, 4, 128)
 SAID = {"bits": 4, "group_size": 64}
 REFUSED: dict[str, tuple[dict[str, Tensor], Any, str]] = {
     "other bits": (GOOD, {**SAID, "bits": 7}, "a has 7 bits in groups of 64 values in mode affine, so dequantize"),
@@ -218,7 +181,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], Any, str]] = {
     ),
     "groups of small floats": (GOOD, {**SAID, "mode": "mxfp4"}, "a has 4 bits in groups of 64 values in mode mxfp4"),
     "small groups": (
-        affine(4, 8, 4, 128)[0],
+        affine(4, 8, 4, 128),
         {**SAID, "group_size": 8},
         "groups of 8 columns; qgemm computes groups of",
     ),
@@ -236,7 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], Any, str]] = {
         {"mode": "mxfp4", "bits": 4, "group_size": 32},
         r"a.scales is torch.float16 \[4, 2\]; it must be torch.uint8, \[4, 4\]",
     ),
-    "experts elsewhere": (affine(4, 64, 2, 4, 128)[0], SAID, r"a.weight is torch.uint32 \[2, 4, 16\]; it must be"),
+    "experts elsewhere": (affine(4, 64, 2, 4, 128), SAID, r"a.weight is torch.uint32 \[2, 4, 16\]; it must be"),
     "no settings": (GOOD, {"a": False}, "don't tell how many bits a has, and in which groups: put the quantization"),
 }
 
@@ -264,7 +227,7 @@ def test_nan(leaf: str, tmp_path: Path) -> None:
     tensors[leaf][3, 1] = torch.nan
     with pytest.raises(CheckpointError, match=rf"a\.{leaf} holds NaN"):
         load(tmp_path, tensors, 4, 128, SAID)
-    octets = small_floats("nvfp4", 4, 128)[0]
+    octets = small_floats("nvfp4", 4, 128)
     octets["scales"][1, 1] = 0x7F
     with pytest.raises(CheckpointError, match=r"a\.scales holds NaN"):
         load(tmp_path, octets, 4, 128, {"mode": "nvfp4", "bits": 4, "group_size": 16})
