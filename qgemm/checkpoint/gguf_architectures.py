@@ -6,6 +6,7 @@ reorders as Llama's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ _BIASES = {
 _OTHERS = ("rope.dimension_sections", "nextn_predict_layers")
 # The base of rotary frequencies if none is stated.
 BASE = 10000.0
+_TEMPERATURE = "attention.temperature_scale"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ ARCHITECTURES = {
         },
         rows_as_llama=True,
     ),
+    "mistral3": Architecture("mistral", rows_as_llama=True),
     "seed_oss": Architecture("seed_oss"),
     "smollm3": Architecture("smollm3", rows_as_llama=True),
 }
@@ -80,7 +83,9 @@ def own_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
             raise unsupported(f"{path} states {key}, which qgemm doesn't read for {name}")
     if own.get("rope.scaling.finetuned", True) is False and name == "granite":
         raise unsupported(f"{path}: rope.scaling.finetuned is False, so its positions aren't rotated")
-    config: dict[str, Any] = {"model_type": about.kind}
+    # Ministral's attention depends on positions; other models of that architecture are Mistral's.
+    is_ministral = name == "mistral3" and bool(own.get(_TEMPERATURE))
+    config: dict[str, Any] = {"model_type": "ministral3" if is_ministral else about.kind}
     for key, called in _USUAL.items():
         if type(own.get(key)) not in (int, float):
             raise unsupported(f"{path} doesn't state {key} as one number, which qgemm needs for {name}")
@@ -92,9 +97,43 @@ def own_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
         # 0 stands for none, too.
         usual = config["head_dim"] ** -0.5 if key == "attention.scale" and config["head_dim"] > 0 else 1.0
         config[called] = own.get(key) or usual
+    if name == "mistral3":
+        config["sliding_window"] = None
     if about.part_of_head:
         config["partial_rotary_factor"] = 1.0  # unless rope.dimension_count says less
     config |= {called: settings.get(f"tokenizer.ggml.{key}") for key, called in _TOKENS.items()}
     config |= {called: bias in names for called, bias in _BIASES.items()}
     config["tie_word_embeddings"] = "output.weight" not in names
     return config
+
+
+def scaling_of_mistral3(
+    path: Path, config: dict[str, Any], own: dict[str, Any], scaling: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """How positions of a ``config`` of Mistral 3 are scaled, from ``scaling``, which is so for others.
+
+    Those of Ministral, with its temperature, are put into ``config``, and None is returned. ``own``: the settings
+    without the architecture's name. Raises ``CheckpointError`` for a temperature of other lengths.
+    """
+    if scaling is not None and (factor := own.get("rope.scaling.yarn_log_multiplier")):
+        scaling = scaling | {"mscale": 1.0, "mscale_all_dim": factor}
+    if config["model_type"] != "ministral3":
+        return scaling
+    length = own.get("rope.scaling.original_context_length") or own["context_length"]
+    stated, factor = own.get("attention.temperature_length", length), own[_TEMPERATURE]
+    if (
+        type(length) is not int
+        or length < 1
+        or stated != length
+        or not (type(factor) is float and math.isfinite(factor))
+    ):
+        raise unsupported(
+            f"{path}: {_TEMPERATURE} is {factor} for lengths of {stated}, and positions are scaled from {length}"
+        )
+    of_ministral = {"original_max_position_embeddings": length, "llama_4_scaling_beta": factor}
+    config["rope_parameters"] = {
+        **{"rope_type": "default", "rope_theta": config.pop("rope_theta")},
+        **(scaling or {}),
+        **of_ministral,
+    }
+    return None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
-from qgemm.checkpoint.gguf_architectures import ARCHITECTURES, BASE, own_config
+from qgemm.checkpoint.gguf_architectures import ARCHITECTURES, BASE, own_config, scaling_of_mistral3
 
 ROTARY_FACTORS = "rope_freqs.weight"
 """The tensor by whose values rotary frequencies are divided, in files of Llama 3.1 and later."""
@@ -154,6 +154,8 @@ def model_config(
     scaling = _scaling(path, own, architecture)
     if architecture == "gpt-oss":  # without any, its config would have the one that was published
         scaling = {"rope_type": "default"} if scaling is None else scaling | _GPT_OSS
+    if architecture == "mistral3":
+        scaling = scaling_of_mistral3(path, config, own, scaling)
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config

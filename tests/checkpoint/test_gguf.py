@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import qgemm
 from checkpoint.fuzz_gguf import broken
+from checkpoint.gguf_dense import MODELS as DENSE_MODELS
+from checkpoint.gguf_dense import write_like
 from checkpoint.gguf_files import Array, Tensors, random_blocks, random_tensors, write_file
 from checkpoint.gguf_mixtures import write_gpt_oss, write_mixtral
 from checkpoint.gguf_models import MODELS, float_model, settings_of, write_model
@@ -358,8 +360,9 @@ def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
         qgemm.load_quantized(path)
 
 
+CALLED = {"mixtral": "llama", "nvfp4": "llama", "ministral3": "mistral3"}
 BROKEN, COMPLETE_BROKEN = 100, 2000
-"""Files; the latter with ``--complete``. 12,000 have been read."""
+"""Files; the latter with ``--complete``. 16,000 have been read."""
 
 
 @pytest.mark.slow
@@ -371,12 +374,17 @@ def test_broken_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     for name, write in writers.items():
         write(tmp_path / f"{name}.gguf")
         good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    for name in DENSE_MODELS:
+        write_like(tmp_path / f"{name}.gguf", name)
+        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    factors = {f"blk.0.attn_{part}.{leaf}": np.ones(1, "f4") for part in "qk" for leaf in ("scale", "input_scale")}
+    good["nvfp4"] = write_model(tmp_path / "nvfp4.gguf", "llama", "NVFP4", factors).read_bytes()
     path, loaded = tmp_path / "broken.gguf", 0
     cases = COMPLETE_BROKEN if pytestconfig.getoption("--complete") else BROKEN
     for number in range(cases):
         rng = random.Random(number)
         name = rng.choice(sorted(good))
-        path.write_bytes(broken(good[name], "llama" if name == "mixtral" else name, rng))
+        path.write_bytes(broken(good[name], CALLED.get(name, name), rng))
         try:
             model = qgemm.load_quantized(path)
         except CheckpointError:

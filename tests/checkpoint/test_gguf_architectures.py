@@ -2,70 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-from torch import Tensor
 
 import qgemm
-from checkpoint.gguf_files import Tensors, write_file
-from checkpoint.gguf_mixtures import HEAD, HEADS, KEY_HEADS, LAYERS, SETTINGS, SIZES, random_model, rounded
+from checkpoint.gguf_dense import MODELS, write_like
+from checkpoint.gguf_mixtures import HEAD
 from checkpoint.test_gguf_experts import check_same
 from qgemm import CheckpointError
 from qgemm.checkpoint.gguf import read_gguf
-from qgemm.checkpoint.gguf_architectures import ARCHITECTURES
-
-DENSE = {key: value for key, value in SIZES.items() if "experts" not in key}
-DENSE |= {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-OF_HEADS = {"attention.key_length": HEAD, "attention.value_length": HEAD, "rope.dimension_count": HEAD}
-FACTORS = {"attention.scale": 0.125, "embedding_scale": 12.0, "logit_scale": 8.0, "residual_scale": 0.25}
-OF_GRANITE = {
-    **{"attention_multiplier": 0.125, "embedding_multiplier": 12.0, "logits_scaling": 8.0},
-    "residual_multiplier": 0.25,
-}
-# By architecture: what its file says, and its config.
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "glm4": ({**OF_HEADS, "rope.dimension_count": HEAD // 2}, {"attention_bias": True}),
-    "granite": ({**OF_HEADS, **FACTORS, "expert_count": 0}, {**OF_GRANITE, "tie_word_embeddings": True}),
-    "seed_oss": (OF_HEADS, {}),
-    "smollm3": (OF_HEADS, {"num_hidden_layers": 4}),
-}
 
 
-def write_like(path: Path, architecture: str, without: str = "-", **changes: Any) -> Any:
-    """Writes a file in llama.cpp's names and layouts, without settings in whose names that is; returns the float model.
-
-    ``changes``: other settings, with ``__`` for a dot.
-    """
-    said, own = MODELS[architecture]
-    model = random_model(ARCHITECTURES[architecture].kind, DENSE, **own)
-    layers = own.get("num_hidden_layers", LAYERS)
-    kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
-    names = get_tensor_name_map(kinds[architecture], layers)
-    views: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        stem, _, leaf = name.rpartition(".")
-        view = parameter.data
-        heads = {"q_proj": HEADS, "k_proj": KEY_HEADS}.get(stem.rpartition(".")[2])
-        if heads is not None and ARCHITECTURES[architecture].rows_as_llama:
-            view = view.view(heads, 2, HEAD // 2, -1).transpose(1, 2)
-        found = names.get_name(stem)
-        assert found is not None, name
-        views[f"{found}.{leaf}"] = view
-    tensors: Tensors = rounded(views, {"down": "Q5_0", "": "Q8_0"})
-    settings = {key: value for key, value in SETTINGS.items() if not key.startswith("expert")}
-    settings |= {"block_count": layers, **said, "tokenizer.ggml.bos_token_id": 1}
-    settings |= {"tokenizer.ggml.eos_token_id": 2, **{key.replace("__", "."): value for key, value in changes.items()}}
-    write_file(path, architecture, {key: value for key, value in settings.items() if without not in key}, tensors)
-    return model
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_models(architecture: str, tmp_path: Path) -> None:
-    wanted = write_like(tmp_path / "a.gguf", architecture)
+@pytest.mark.parametrize("kind", MODELS)
+def test_models(kind: str, tmp_path: Path) -> None:
+    wanted = write_like(tmp_path / "a.gguf", kind)
     model = check_same(tmp_path / "a.gguf", wanted)
     assert {layer.scheme.name for layer in model.modules() if hasattr(layer, "scheme")} == {"int8-weight-32"}
     qgemm.save_quantized(model, tmp_path / "saved")
@@ -104,6 +58,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "doesn't state attention.head_count_kv as",
     ),
     "no heads": ("seed_oss", {"attention__head_count": 0}, "a.gguf"),
+    "another length": (
+        "ministral3",
+        {"attention__temperature_length": 16},
+        "for lengths of 16, and positions are scaled from 8",
+    ),
+    "a length that is none": (
+        "ministral3",
+        {"rope__scaling__original_context_length": math.nan},
+        "positions are scaled from nan",
+    ),
+    "a temperature that is none": (
+        "ministral3",
+        {"attention__temperature_scale": math.inf},
+        "temperature_scale is inf",
+    ),
     "another scale": (
         "smollm3",
         {"attention__scale": 0.5},
