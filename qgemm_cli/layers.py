@@ -134,7 +134,8 @@ def _layers_of_gguf(checkpoint: Checkpoint, source: GgufModel) -> list[StoredLay
     for own, names in parts.items():
         if own not in experts:
             module, leaf = split_name(own)
-            modules.setdefault(module, {}).update({leaf: names[0]} | {name: name for name in names[1:]})
+            first, *others = sorted(names, key=lambda name: not name.endswith(".weight"))  # factors may precede it
+            modules.setdefault(module, {}).update({leaf: first} | {name: name for name in others})
             continue
         weights = [name for name in names if name.endswith(".weight")]
         total, K = sum(math.prod(source.shape(name)) for name in weights), source.shape(weights[0])[-1]
@@ -215,7 +216,8 @@ def _known(
     manifest, weight, shape = contents.manifest, tensors.get("weight"), contents.shapes.get(module)
     if module in manifest.in_features and weight is not None and len(weight.shape) == 2:
         shape = weight.shape[0], manifest.in_features[module]
-    return None if shape is None else ("linear", manifest.layers[module].weight.dtype, shape)
+    kind = "embedding" if _is_embedding(module) else "linear"
+    return None if shape is None else (kind, manifest.layers[module].weight.dtype, shape)
 
 
 def _packed(tensors: dict[str, StoredTensor], bits: int) -> tuple[str, str, tuple[int, ...]] | None:

@@ -20,6 +20,7 @@ from qgemm.checkpoint import (
     gpt_oss,
     gptq,
     hqq,
+    mlx,
     modelopt,
     torchao,
 )
@@ -33,6 +34,7 @@ from qgemm.checkpoint.layout import (
     checkpoint_file,
     place_of,
     read_json,
+    settings_of_mlx,
     stated_settings,
 )
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
@@ -57,6 +59,7 @@ _READERS = {
     auto_round.OLD_METHOD: auto_round.read,
     torchao.QUANT_METHOD: torchao.read,
     hqq.QUANT_METHOD: hqq.read,
+    mlx.QUANT_METHOD: mlx.read,
     fp8.QUANT_METHOD: fp8.read,
     fp8.FBGEMM: fp8.read_fbgemm,
     modelopt.QUANT_METHOD: modelopt.read,
@@ -84,7 +87,7 @@ _NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.j
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', "
     "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8, int4), 'hqq' (4 and 8 bits), 'fp8', 'fbgemm_fp8', "
-    "'modelopt', 'mxfp4' (GPT-OSS), 'bitnet'"
+    "'modelopt', 'mxfp4' (GPT-OSS), 'bitnet', and MLX's files"
 )
 
 
@@ -236,7 +239,7 @@ def settings(folder: Path, config: dict[str, Any]) -> Any:
     for name, method in _OWN_CONFIGS.items():
         if os.path.lexists(folder / name):
             return {"quant_method": method, **read_json(checkpoint_file(folder, name))}
-    return None
+    return settings_of_mlx(config)
 
 
 def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme: QuantScheme | None) -> None:

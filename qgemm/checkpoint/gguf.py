@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.float_layers import check_scale
 from qgemm.checkpoint.gguf_config import LONG_FACTORS, ROTARY_FACTORS, llama3_scaling, longrope_scaling, model_config
 from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile, header_of
 from qgemm.checkpoint.gguf_names import EXPERT, ModelNames, RowOrder
@@ -32,6 +33,8 @@ from qgemm.nn.linear_layer import is_conv1d
 FORMAT = "gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _EMBEDDING = "token_embd.weight"
+# Beside the weight of a layer in NVFP4: numbers that multiply it and, where they are in fp4, its inputs.
+_FACTORS = ("scale", "input_scale")
 # Encoders of images beside a language model, in files of their own.
 _PROJECTOR = "mmproj"
 
@@ -54,7 +57,7 @@ class GgufModel:
         names = [name for name in self.stored if EXPERT.fullmatch(name) is None]
         # Of these it takes names for values.
         stored = [each for each in self.stored_settings if b".rope.scaling." not in each]
-        config = model_config(self.path, self.settings, header_of(stored, names), dtype)
+        config = model_config(self.path, self.settings, header_of(stored, names), dtype, self.stored)
         if _EMBEDDING in self.stored:
             config["vocab_size"] = self.shape(_EMBEDDING)[0]
         names = [name for name in (ROTARY_FACTORS, *LONG_FACTORS) if name in self.stored]
@@ -172,12 +175,20 @@ def _note_layer(contents: Contents, source: GgufModel, name: str, layer: str, or
     kind, (N, K) = source.types[name], source.shape(name)
     shapes = kind.part_shapes(N, K)
     made = {f"{layer}.{leaf}": (name, shape, dtype) for leaf, (shape, dtype) in shapes.items()}
+    sources, (factor, of_inputs) = [name], (f"{name.removesuffix('weight')}{leaf}" for leaf in _FACTORS)
+    if kind.has_global_scale and factor in source.stored:
+        check_scale(contents, factor, (torch.float32,), {(), (1,)})
+        sources.append(factor)
+        made[f"{layer}.weight_global_scale"] = factor, *shapes["weight_global_scale"]
+    if kind.has_global_scale and of_inputs in source.stored:
+        contents.pass_over(of_inputs)
+        contents.note("activations stay in float, where the file has scales to compute them in fp4")
 
-    def convert(rows: Tensor) -> Sequence[Tensor]:
+    def convert(rows: Tensor, *factors: Tensor) -> Sequence[Tensor]:
         rows = rows[order if isinstance(order, slice) else order.to(rows.device)]
-        return [part for part in kind.parts(rows) if part is not None]
+        return [part for part in kind.parts(rows, *factors) if part is not None]
 
-    contents.convert_together((name,), made, convert)
+    contents.convert_together(sources, made, convert)
     contents.manifest.layers[layer] = kind.scheme
     contents.shapes[layer] = N, K
 

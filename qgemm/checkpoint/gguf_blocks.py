@@ -1,4 +1,4 @@
-"""Blocks of GGUF's types ``Q*``, ``TQ*``, ``IQ4*`` and ``MXFP4``: their bytes as whole numbers, scales and zero points.
+"""Blocks of GGUF's types ``Q*``, ``TQ*``, ``IQ4*``, ``MXFP4``, ``NVFP4``: their bytes as numbers, scales, zero points.
 
 A block has 32 values or, in the types ``*_K`` and others, 256:
 
@@ -7,7 +7,7 @@ A block has 32 values or, in the types ``*_K`` and others, 256:
   and ``Q5_K`` have zero points that are made in the same way. The products are float32, and exact.
 - ``IQ4_NL``, ``IQ4_XS``: ``q`` is one of 16 numbers of 8 bits that a table has.
 - ``TQ1_0``, ``TQ2_0``: ``q`` is -1, 0 or 1; ``Q1_0``, of 128 values: -1 or 1.
-- ``MXFP4``: e2m1 values, and a power of two per 32 of them.
+- ``MXFP4``: e2m1 values, and a power of two per 32 of them; ``NVFP4``, of 64 values: an e4m3 scale per 16.
 
 The functions accept uint8 ``[n, bytes of a block]``. ``q`` of ``Q4_1`` and ``Q4_K``, from 0 to 15, becomes ``q - 8``,
 and ``8 * scale`` is added to the zero point. That sum is rounded to float32 where it needs more than 24 bits, by half a
@@ -21,6 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qgemm.numerics.formats import FP8
+
+# The first of e4m3's bytes that is no positive number.
+_NAN = 0x7F
 # The values of IQ4_NL and IQ4_XS.
 _TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -165,6 +169,12 @@ def q1_0(blocks: Tensor) -> Blocks:
 def mxfp4(blocks: Tensor) -> Blocks:
     """Blocks ``[n, 17]``."""
     return Blocks(fields(blocks[:, 1:], 4, 16), blocks[:, :1])
+
+
+def nvfp4(blocks: Tensor) -> Blocks:
+    """Blocks ``[n, 36]``. Scales have no sign, and none is NaN: any other byte is damage, and becomes NaN."""
+    scale = blocks[:, :4]
+    return Blocks(fields(blocks[:, 4:], 4, 8), scale.where(scale < _NAN, _NAN).view(FP8.storage))
 
 
 def _shifted(scale: Tensor, zeros: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ are scaled for long contexts.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
+from qgemm.checkpoint.gguf_architectures import ARCHITECTURES, BASE, own_config, scaling_of_mistral3
 
 ROTARY_FACTORS = "rope_freqs.weight"
 """The tensor by whose values rotary frequencies are divided, in files of Llama 3.1 and later."""
@@ -61,6 +63,8 @@ _UNREAD: dict[str, dict[str, str]] = {
 # Where only the first values of a head are rotated, and where transformers reads by itself how many are.
 _PARTLY_ROTATED = ("nemotron", "phi3", "stablelm")
 _READS_ROTATED = ("llama", "minimax-m2")
+# Where transformers' own base of rotary frequencies is another one.
+_WITH_OTHERBASES = ("gemma3", "gpt-oss", "lfm2", "minimax-m2", _MIXTRAL)
 # Where some layers attend to a window: each of these has none.
 _WITHOUT_WINDOW = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
 _SIGMOID = 2
@@ -89,11 +93,14 @@ _OF_MIXTURES = ("gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe")
 _GPT_OSS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
 
-def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str) -> dict[str, Any]:
+def model_config(
+    path: Path, settings: dict[str, Any], header: bytes, dtype: str, names: Container[str] = ()
+) -> dict[str, Any]:
     """The config, as in a ``config.json``, of the model in the file at ``path``, whose ``settings`` these are.
 
     ``header``: a file with these settings, and tensors without values, of all parts. It is what transformers reads: it
     takes seconds for the tokens of a vocabulary, and looks for the head in the first part of a model alone.
+    ``names``: those of the tensors, for an architecture that transformers doesn't read.
 
     Raises ``CheckpointError`` for an architecture that transformers doesn't read from GGUF, and for settings that
     aren't valid; ``ImportError`` without transformers or the package gguf.
@@ -112,9 +119,14 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
     if not is_gguf_available():
         raise ImportError(f'{path} is read with the package gguf: pip install "gguf>=0.10"')
     try:
-        with TemporaryDirectory() as folder:
-            (small := Path(folder) / path.name).write_bytes(header)
-            config: dict[str, Any] = load_gguf_checkpoint(str(small))["config"]
+        if architecture in ARCHITECTURES:
+            config: dict[str, Any] = own_config(path, settings, names)
+        else:
+            with TemporaryDirectory() as folder:
+                (small := Path(folder) / path.name).write_bytes(header)
+                config = load_gguf_checkpoint(str(small))["config"]
+    except CheckpointError:
+        raise
     except Exception as error:  # transformers' code may raise anything for unexpected settings
         raise unsupported(f"{path}: transformers can't read the settings of its model: {said_by(error)}") from error
     is_mixtral = architecture == "llama" and bool(settings.get("llama.expert_count", 0))
@@ -131,6 +143,10 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
     for setting, name in _UNREAD.get(_MIXTRAL if is_mixtral else architecture, {}).items():
         if own.get(setting) is not None:
             config[name] = own[setting]
+    if architecture == "phi3":  # 0 stands for none, and a window of 0 tokens would be one
+        config["sliding_window"] = config.get("sliding_window") or None
+    if (_MIXTRAL if is_mixtral else architecture) in _WITH_OTHERBASES:
+        config.setdefault("rope_theta", BASE)
     _add_of_heads(path, config, own, architecture)
     if config.get("is_gated_act"):  # T5's, all of whose files have gates; transformers would take relu for gelu
         config["feed_forward_proj"] = "gated-gelu"
@@ -138,6 +154,8 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
     scaling = _scaling(path, own, architecture)
     if architecture == "gpt-oss":  # without any, its config would have the one that was published
         scaling = {"rope_type": "default"} if scaling is None else scaling | _GPT_OSS
+    if architecture == "mistral3":
+        scaling = scaling_of_mistral3(path, config, own, scaling)
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config
@@ -145,17 +163,19 @@ def model_config(path: Path, settings: dict[str, Any], header: bytes, dtype: str
 
 def _check_is_computed(path: Path, own: dict[str, Any], architecture: str) -> None:
     """Raises ``CheckpointError`` for settings, without the architecture's name, that its model doesn't heed."""
+    computed = ARCHITECTURES[architecture].factors if architecture in ARCHITECTURES else ()
     for name, values in _NEUTRAL.items():
-        if own.get(name, values[0]) not in values:
+        if name not in computed and own.get(name, values[0]) not in values:
             raise unsupported(f"{path}: {name} is {own[name]}, which transformers doesn't compute for {architecture}")
     fixed: dict[str, object] = {"expert_gating_func": _SIGMOID} if architecture == "minimax-m2" else {}
     if (each := _WITHOUT_WINDOW.get(architecture)) is not None:
-        base = 10000.0 if architecture == "gemma3" else own.get("rope.freq_base", 10000.0)
+        base = BASE if architecture == "gemma3" else own.get("rope.freq_base", BASE)
         fixed = {"attention.sliding_window_pattern": each, "rope.freq_base_swa": base}
     for name, value in fixed.items():
         if name in own and own[name] != value:
             raise unsupported(f"{path}: {name} is {own[name]}, and in transformers' model of {architecture} {value}")
-    if architecture == "gemma3" and not own.get("attention.sliding_window"):
+    # Files of Gemma 2 may state none, for which both take 4096.
+    if each is not None and not own.get("attention.sliding_window", architecture == "gemma2"):
         raise unsupported(f"{path} doesn't state attention.sliding_window: transformers' model would have windows")
     if own.get("expert_count", 0) and architecture not in _OF_MIXTURES:
         raise unsupported(f"{path} is a mixture of experts, which transformers doesn't read as {architecture}")
@@ -174,7 +194,7 @@ def _add_of_heads(path: Path, config: dict[str, Any], own: dict[str, Any], archi
     rotated, head = own.get("rope.dimension_count"), own.get("attention.key_length", width // heads)
     if type(rotated) is not int or type(head) is not int or head <= 0 or architecture in _READS_ROTATED:
         return
-    if architecture in _PARTLY_ROTATED:
+    if architecture in _PARTLY_ROTATED or (architecture in ARCHITECTURES and ARCHITECTURES[architecture].part_of_head):
         config["partial_rotary_factor"] = rotated / head
     elif rotated != head:
         raise unsupported(
@@ -207,7 +227,7 @@ def llama3_scaling(path: Path, factors: Tensor, config: dict[str, Any]) -> dict[
     """The scaling of Llama 3 whose factors of rotary frequencies are these; raises ``CheckpointError`` for others."""
     if factors.ndim != 1:
         raise CheckpointError(f"{path}: {ROTARY_FACTORS} has shape {list(factors.shape)}, and must be a vector")
-    base = float(config.get("rope_theta") or 10000.0)
+    base = float(config.get("rope_theta") or BASE)
     steps = torch.arange(len(factors), dtype=torch.float64, device="cpu") / max(len(factors), 1)
     wavelengths = 2 * math.pi * base**steps
     low, high, length = _LLAMA3.values()

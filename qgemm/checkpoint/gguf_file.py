@@ -6,8 +6,8 @@ where its bytes are after the header. The library isn't used for reading values,
 safetensors.
 
 Tensors of a quantized type are uint8 ``[..., bytes of a row]`` here. The weights of experts, which are one tensor
-``blk.0.ffn_up_exps.weight`` in the file, are listed one by one, as ``blk.0.ffn_up_exps.3.weight``; so are biases. Those
-of ``blk.0.ffn_gate_up_exps`` are listed as gates, the first half of each expert's rows, and ups.
+``blk.0.ffn_up_exps.weight`` in the file, are listed one by one, as ``blk.0.ffn_up_exps.3.weight``; so are biases and
+scales. Those of ``blk.0.ffn_gate_up_exps`` are listed as gates, the first half of each expert's rows, and ups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from qgemm.checkpoint.tensor_file import Place, TensorFile
 GGUF_SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_EXPERTS = re.compile(r"(.*_exps)\.(weight|bias)")
+_EXPERTS = re.compile(r"(.*_exps)\.(weight|bias|scale|input_scale)")
+_DIMENSIONS = {"weight": 3, "bias": 2}
 _GATES_AND_UPS = ".ffn_gate_up_exps"
 # The number formats of settings by their numbers, in the words of ``struct``.
 _NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?")))
@@ -172,15 +173,15 @@ def header_of(settings: list[bytes], names: Iterable[str]) -> bytes:
 def _listed(name: str, stored: tuple[int, ...]) -> tuple[list[str], tuple[int, ...]]:
     """The names under which a tensor is listed, in the order of their bytes, and the shape of each."""
     experts = _EXPERTS.fullmatch(name)
-    if experts is None or len(stored) != (3 if experts[2] == "weight" else 2):
+    if experts is None or len(stored) != _DIMENSIONS.get(experts[2], 1):
         return [name], stored
-    (stem, leaf), (count, rows, *rest) = experts.groups(), stored
+    (stem, leaf), (count, *own) = experts.groups(), stored
     if count > _MOST_EXPERTS:
         raise ValueError(f"tensor {name} has the shape {list(stored)}")
     stems = [stem]
-    if stem.endswith(_GATES_AND_UPS) and rows % 2 == 0:
-        stems, rows = [stem.replace("gate_up", part) for part in ("gate", "up")], rows // 2
-    return [f"{each}.{index}.{leaf}" for index in range(count) for each in stems], (rows, *rest)
+    if stem.endswith(_GATES_AND_UPS) and own and own[0] % 2 == 0:
+        stems, own[0] = [stem.replace("gate_up", part) for part in ("gate", "up")], own[0] // 2
+    return [f"{each}.{index}.{leaf}" for index in range(count) for each in stems], tuple(own)
 
 
 def _number(number: int) -> str:

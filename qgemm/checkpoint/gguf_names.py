@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
+from qgemm.checkpoint.gguf_architectures import ARCHITECTURES
 from qgemm.checkpoint.tensors import split_name
 
 EXPERT = re.compile(r"(.*)\.ffn_(gate|up|down)(?:_exps)?\.(\d+)\.(weight|bias)")
@@ -39,12 +40,14 @@ class ModelNames:
             get_gguf_hf_weights_map,
         )
 
-        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
+        own = ARCHITECTURES.get(architecture)
+        rows_as = "llama" if own is not None and own.rows_as_llama else architecture
+        self._processor = TENSOR_PROCESSORS.get(rows_as, TensorProcessor)(config=config)
         self._path = path
         self._orders: dict[tuple[str, int, int], RowOrder | None] = {}
         try:
             # Mixtral's files say llama, and have its names.
-            kind = architecture if architecture == "llama" else None
+            kind = architecture if architecture == "llama" or own is not None else None
             self.by_name: dict[str, str] = get_gguf_hf_weights_map(_outermost(model), self._processor, kind)
         except Exception as error:  # for models that gguf, the package, doesn't know
             raise unsupported(f"{path}: transformers has no names for {architecture}: {said_by(error)}") from error

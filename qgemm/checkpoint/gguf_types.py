@@ -18,7 +18,7 @@ from torch import Tensor
 from qgemm.checkpoint import gguf_blocks as blocks
 from qgemm.checkpoint import gguf_grids as grids
 from qgemm.numerics.formats import INT8
-from qgemm.numerics.groups import dequantize, store_values
+from qgemm.numerics.groups import SCALE_DTYPES, dequantize, store_values
 from qgemm.numerics.packing import packed_width
 from qgemm.scheme import QuantScheme, resolve_scheme
 
@@ -27,11 +27,12 @@ _PIECE = 1 << 22
 
 
 class Parts(NamedTuple):
-    """A layer's parameters: the ``weight`` as it is stored, scales and zero points ``[N, groups]``."""
+    """A layer's parameters: the ``weight`` as it is stored, scales and zero points ``[N, groups]``, a global scale."""
 
     weight: Tensor
     scale: Tensor
-    zero_point: Tensor | None
+    zero_point: Tensor | None = None
+    global_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,36 @@ class BlockType:
         assert weight.group_size is not None
         small = weight.format.bits == 4
         grid = (N, K // weight.group_size)
-        scale = torch.uint8 if weight.dtype == "fp4" else torch.float32
+        scale = SCALE_DTYPES[weight.scale_dtype] if weight.dtype == "fp4" else torch.float32
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "weight": ((N, packed_width(K)), torch.uint8) if small else ((N, K), INT8.storage),
             "weight_scale": (grid, torch.float16 if self.name in _HALF_SCALES else scale),
         }
         if not weight.symmetric:
             found["weight_zero_point"] = (grid, torch.float32)
+        if self.has_global_scale:
+            found["weight_global_scale"] = ((2,), torch.float32)
         return found
 
-    def parts(self, rows: Tensor) -> Parts:
-        """The parameters of a layer whose weight is stored as ``rows``, uint8 ``[N, bytes]``."""
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether a number in a tensor of its own multiplies all scales of a weight."""
+        return self.scheme.weight.scale_dtype == "e4m3"
+
+    def parts(self, rows: Tensor, factor: Tensor | None = None) -> Parts:
+        """The parameters of a layer whose weight is stored as ``rows``, uint8 ``[N, bytes]``.
+
+        ``factor``: the number that multiplies all scales, of a type that has one; None for 1.
+        """
+        parts = self._all_parts(rows)
+        if not self.has_global_scale:
+            return parts
+        pair = torch.ones(2, device=rows.device)
+        if factor is not None:
+            pair[0] = factor.reshape(())
+        return parts._replace(global_scale=pair)
+
+    def _all_parts(self, rows: Tensor) -> Parts:
         N, K = rows.shape[0], rows.shape[1] // self.nbytes * self.values
         step = max(1, _PIECE // max(K, 1))
         pieces = [self._parts(rows[start : start + step], K) for start in range(0, max(N, 1), step)]
@@ -106,11 +126,11 @@ class BlockType:
         """
         weight, K = self.scheme.weight, rows.shape[-1] // self.nbytes * self.values
         assert weight.group_size is not None
-        values, scale, zeros = self.parts(rows.reshape(-1, rows.shape[-1]))
-        is_finite = scale != 255 if scale.dtype == torch.uint8 else scale.isfinite()
+        values, scale, zeros, factor = self.parts(rows.reshape(-1, rows.shape[-1]))
+        is_finite = scale != 255 if scale.dtype == torch.uint8 else scale.float().isfinite()
         if not bool(is_finite.all()) or (zeros is not None and not bool(zeros.isfinite().all())):
             raise ValueError("it holds NaN or Inf; the file is damaged: get it again")
-        floats = dequantize(values, scale, zeros, None, weight.format, weight.group_size, K, dtype)
+        floats = dequantize(values, scale, zeros, factor, weight.format, weight.group_size, K, dtype)
         return floats.reshape(*rows.shape[:-1], K)
 
 
@@ -145,10 +165,11 @@ _KNOWN = {
     34: BlockType("TQ1_0", 256, 54, "U8", "int4-256", blocks.tq1_0),
     35: BlockType("TQ2_0", 256, 66, "U8", "int4-256", blocks.tq2_0),
     39: BlockType("MXFP4", 32, 17, "U8", "mxfp4", blocks.mxfp4),
+    40: BlockType("NVFP4", 64, 36, "U8", "nvfp4", blocks.nvfp4),
     41: BlockType("Q1_0", 128, 18, "U8", "int4", blocks.q1_0),
 }
-# Types of the library's own use, and one that has scales of whole tensors.
-_UNREAD = {9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292), 40: ("NVFP4", 64, 36)}
+# Types of the library's own use.
+_UNREAD = {9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292)}
 TYPES = _KNOWN | {number: BlockType(*about) for number, about in _UNREAD.items()}
 """The types by their numbers in files."""
 

@@ -34,6 +34,9 @@ WEIGHTS_KEY = "transformers_weights"
 SETTINGS_KEYS = ("quantization_config", "compression_config")
 """The config keys that tell how weights are quantized; the latter is from compressed-tensors' first versions."""
 
+MLX_KEY = "quantization"
+"""The key in whose value MLX tells that, beside ``quantization_config`` or, in older files, instead of it."""
+
 SAVE_KEY = "save"
 """The key in a ``quantization_config`` of any format for the id of the save that wrote it."""
 
@@ -97,6 +100,12 @@ def are_names_free(folder: Path, files: Collection[str]) -> bool:
         return False
 
 
+def _is_of_one_file(folder: Path) -> bool:
+    """Whether the index in ``folder`` puts all tensors into the file beside it, as MLX's does."""
+    names = read_json(checkpoint_file(folder, INDEX_FILE)).get("weight_map")
+    return isinstance(names, dict) and bool(names) and all(name == WEIGHTS_FILE for name in names.values())
+
+
 def weights_file(folder: Path, config: dict[str, Any]) -> Path:
     """The file with the tensors of the checkpoint in ``folder``, or the index of several; ``config``: its config.
 
@@ -107,7 +116,7 @@ def weights_file(folder: Path, config: dict[str, Any]) -> Path:
         if not os.path.lexists(folder / INDEX_FILE):
             _check_is_of_one_model(folder)
             return checkpoint_file(folder, WEIGHTS_FILE)
-        if os.path.lexists(folder / WEIGHTS_FILE):
+        if os.path.lexists(folder / WEIGHTS_FILE) and not _is_of_one_file(folder):
             raise CheckpointError(
                 f"{folder} holds {WEIGHTS_FILE} and {INDEX_FILE}: remove the one that doesn't belong to this model"
             )
@@ -128,6 +137,12 @@ def stated_settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     of_text = config.get("text_config")
     for holder in (config, of_text if isinstance(of_text, dict) else {}):
         yield from ((key, holder[key]) for key in SETTINGS_KEYS if holder.get(key) is not None)
+
+
+def settings_of_mlx(config: dict[str, Any]) -> dict[str, Any] | None:
+    """What ``config`` says about quantization if MLX wrote it; what its ``quantization_config`` says may be older."""
+    own = config.get(MLX_KEY)
+    return own if isinstance(own, dict) and "group_size" in own else None
 
 
 def adapter_note(folder: Path) -> list[str]:

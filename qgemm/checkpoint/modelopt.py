@@ -75,7 +75,7 @@ def _algorithm_of(layer: str, asked: dict[str, Any]) -> object:
 def _note_layer(contents: Contents, layer: str, algorithm: object, config_path: Path) -> None:
     weight, scale = contents.stored.get(f"{layer}.weight"), contents.stored[f"{layer}.weight_scale"]
     has_input_scale = f"{layer}.input_scale" in contents.stored
-    is_nvfp4 = f"{layer}.weight_scale_2" in contents.stored
+    is_nvfp4 = f"{layer}.weight_scale_2" in contents.stored and scale.dtype == FP8.storage  # W4A8_AWQ's is float32
     if weight is not None and weight.dtype == torch.uint8 and (is_nvfp4 or scale.dtype == torch.uint8):
         if is_nvfp4:
             note_nvfp4(contents, layer, "weight", "weight_scale_2", divides=False)

@@ -21,7 +21,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from qgemm.checkpoint.errors import CheckpointError, UnknownModel, said_by
-from qgemm.checkpoint.layout import SETTINGS_KEYS, WEIGHTS_KEY, read_json, weights_file
+from qgemm.checkpoint.layout import (
+    MLX_KEY,
+    SETTINGS_KEYS,
+    WEIGHTS_KEY,
+    read_json,
+    settings_of_mlx,
+    weights_file,
+)
 from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, dtype_name
@@ -247,6 +254,8 @@ def _drop_of_a_save(config: dict[str, Any]) -> None:
     """Removes what belongs to the checkpoint that the config was read from or will be written to, not to the model."""
     for key in (*SETTINGS_KEYS, WEIGHTS_KEY):
         config.pop(key, None)
+    if settings_of_mlx(config) is not None:
+        del config[MLX_KEY]
     if (fusions := drop_refusal(config.pop(FUSIONS_KEY, None))) is not None:
         config[FUSIONS_KEY] = fusions
     for part in config.values():

@@ -21,6 +21,7 @@ from qgemm.checkpoint import (
     gpt_oss,
     gptq,
     hqq,
+    mlx,
     modelopt,
     torchao,
 )
@@ -33,8 +34,6 @@ from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 
 FP8_DTYPES = (FP8.storage, torch.float8_e5m2)
-MLX = "mlx"
-"""Unsigned words, with ``scales`` and mostly ``biases`` for groups. No config names this format, and it isn't read."""
 QUANTO = "quanto"
 """Its own library writes tensors with a ``quanto_qmap.json`` and without a config; they aren't read."""
 
@@ -81,7 +80,7 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
         # GPTQ's version shows in the values of zero points. AutoRound uses either layout.
         return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)
     if "scales" in leaves and any(_is_of_mlx(name, stored) for name in stored):
-        return Recognized(MLX)
+        return Recognized(mlx.QUANT_METHOD)
     if any(".weight._data" in name for name in stored):
         return Recognized(QUANTO)
     if "weight_packed" in leaves:
@@ -111,8 +110,8 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
 
 def _is_of_mlx(name: str, stored: Mapping[str, StoredTensor]) -> bool:
     layer, leaf = split_name(name)
-    # A dtype that no other format uses.
-    return leaf == "weight" and stored[name].dtype is None and f"{layer}.scales" in stored
+    # A dtype that no other format uses. No config names this one.
+    return leaf == "weight" and stored[name].dtype == mlx.WORD and f"{layer}.scales" in stored
 
 
 def _fp8(stored: Mapping[str, StoredTensor], leaves: set[str]) -> Recognized:

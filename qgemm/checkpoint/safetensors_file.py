@@ -30,6 +30,7 @@ DTYPE_CODES = {
     torch.float8_e8m0fnu: "F8_E8M0",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.uint32: "U32",
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",

@@ -33,6 +33,7 @@ def examine(path: Path, verify: bool) -> dict[str, Any]:
     contents = checkpoint.contents
     verified, refusal = _verify(checkpoint, layers, problems) if verify else (None, "")
     refusal = checkpoint.refusal or refusal
+    in_memory = contents if checkpoint.matching is None else checkpoint.matching.contents
     return {
         "path": str(path),
         "format": checkpoint.format,
@@ -45,7 +46,7 @@ def examine(path: Path, verify: bool) -> dict[str, Any]:
         "bytes": {
             "disk": sum(file.stat().st_size for file in checkpoint.files),
             "tensors": sum(tensor.nbytes for tensor in checkpoint.stored.values()),
-            "memory": None if contents is None else sum(tensor.nbytes for tensor in contents.headers.values()),
+            "memory": None if in_memory is None else sum(tensor.nbytes for tensor in in_memory.headers.values()),
         },
         "dtypes": _dtypes(checkpoint),
         "weights": sum(layer.weights for layer in layers if layer.kind != "other"),

@@ -3,7 +3,7 @@
     python tests/checkpoint/fuzz.py --cases 10000 --seed 0
     python tests/checkpoint/fuzz.py --cases 10000 --seed 0 --foreign
 
-Every case starts from one of six good folders of qgemm, or of 28 of other libraries. It breaks the folder in one to
+Every case starts from one of six good folders of qgemm, or of 29 of other libraries. It breaks the folder in one to
 three ways, and loads it. What may happen then:
 
 - ``CheckpointError``;

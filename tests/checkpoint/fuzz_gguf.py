@@ -19,12 +19,14 @@ _SETTINGS = [
     *("attention.key_length", "attention.value_length", "attention.head_count_kv", "attention.scale", "vocab_size"),
     *("attention.sliding_window_pattern", "expert_count", "expert_used_count", "expert_weights_scale", "logit_scale"),
     *("final_logit_softcapping", "attn_logit_softcapping", "attention.causal", "context_length", "ssm.inner_size"),
+    *("attention.temperature_scale", "rope.scaling.yarn_log_multiplier", "residual_scale", "embedding_scale"),
 ]
 _NAMES = [
     *("", "x" * 70, "rope_freqs.weight", "output.weight", "blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_up_exps.weight"),
     *(
         "blk.0.attn_q.bias",
         "blk.0.attn_q.scale",
+        "blk.0.ffn_up_exps.scale",
         "blk.-1.attn_q.weight",
         "blk.99.attn_q.weight",
         "blk.0.ffn_up.0.weight",
@@ -117,7 +119,7 @@ def _break_tensor(header: Header, rng: random.Random) -> None:
     elif what < 0.8 and sizes:
         sizes[rng.randrange(len(sizes))] = rng.choice([*_COUNTS, 2**40, 2**63])
     elif what < 0.9:
-        kind = rng.choice([0, 1, 2, 6, 8, 10, 14, 16, 24, 30, 39, 40])
+        kind = rng.choice([0, 1, 2, 6, 8, 10, 14, *range(16, 25), 29, 30, 39, 40, 41])
     else:
         offset = rng.choice([0, 32, 64, 1 << 40, 1 << 63])
     header.tensors[index] = name, sizes, kind, offset

@@ -1,4 +1,4 @@
-"""Good checkpoints of GPTQ, AWQ, AutoRound, BitNet, bitsandbytes' nf4 and torchao for the fuzzer, and their breaks.
+"""Good checkpoints of GPTQ, AWQ, AutoRound, BitNet, bitsandbytes' nf4, MLX and torchao for the fuzzer, and breaks.
 
 What a loaded layer must be is computed here from the files by the formats' descriptions: the float weight that its
 values stand for.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from checkpoint.fuzz_breaks import Break
 from checkpoint.fuzz_json import NUMBERS, OTHERS, Unfit, content_of, dump, pick
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, load_saved
+from checkpoint.mlx_layers import affine, small_floats, weight_of
 from checkpoint.packers import Layer
 from qgemm.checkpoint import load_quantized
 from qgemm.nn import LinearLayer
@@ -27,6 +28,7 @@ from qgemm.numerics.formats import BNB_FP4, NF4, Format
 Tensors = dict[str, Tensor]
 OWN_CONFIG, _KEY = "quantize_config.json", "quantization_config"
 WIDTH, ODD_WIDTH = 64, 48
+_OF_MLX = {"bits": 4, "group_size": 32, "layers.1": {"bits": 6, "group_size": 64}, "layers.2": {"mode": "mxfp4"}}
 
 
 class PackedFuzzNet(FuzzNet):
@@ -64,6 +66,8 @@ def make_packed(folder: Path, breaks: list[Break]) -> list[Good]:
         ("auto-round", [each.gptq(1) for each in plain], auto_round, check_gptq),
         ("torchao", [_int8(0), _intx(1), _fp8(2)], {"quant_method": "torchao"}, check_torchao),
         ("bitnet", [_ternary(seed) for seed in range(3)], {"quant_method": "bitnet"}, check_bitnet),
+        ("mlx", [affine(4, 32, WIDTH, WIDTH), affine(6, 64, WIDTH, WIDTH), small_floats("mxfp4", WIDTH, WIDTH)])
+        + (_OF_MLX, check_mlx),
     ]
     made = []
     for name, layers, config, check in written:
@@ -253,6 +257,15 @@ def check_bitnet(model: nn.Module, files: Tensors, config: dict[str, Any]) -> No
         _assert_weight(layer, values * (1 / scale))
 
 
+def check_mlx(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:
+    for layer, own in _layers(model, files):
+        said = config.get(layer.layer_name)
+        said = said if isinstance(said, dict) else config
+        mode = said.get("mode", "affine")
+        size, bits = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}[mode]
+        _assert_weight(layer, weight_of(own, mode, said.get("bits", bits), said.get("group_size", size), torch.float32))
+
+
 def check_torchao(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:
     for layer, own in _layers(model, files):
         qdata, scale = own["_weight_qdata"].float(), own["_weight_scale"].float()
@@ -309,7 +322,17 @@ def metadata_of(files: Files, name: str) -> dict[str, str]:
     return found if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()) else {}
 
 
-_PACKED = ("qweight", "qzeros", "g_idx", "scales", "absmax", "quant_map", "nested_absmax", "nested_quant_map") + (
+_PACKED = (
+    "qweight",
+    "qzeros",
+    "g_idx",
+    "scales",
+    "biases",
+    "absmax",
+    "quant_map",
+    "nested_absmax",
+    "nested_quant_map",
+) + (
     "bitsandbytes__nf4",
     "bitsandbytes__fp4",
     "_weight_qdata",
@@ -410,6 +433,8 @@ _FIELDS: dict[str, list[Any]] = {
     "dynamic": [{"-:.*": {}}, {"(a+)+$": {"bits": 8}}, [], None],
     "extra_config": [{"layers.0": {"bits": 8}}, 1],
     "lm_head": [True],
+    "mode": ["affine", "mxfp4", "mxfp8", "nvfp4", "nf4", None, []],
+    "layers.1": [{"bits": 6}, {"bits": 3, "group_size": 64}, {"mode": "mxfp8"}, {"group_size": 32}, {}, True, None, []],
     "meta": [None, [], {"x": [[[[[1]]]]]}],
 }
 

@@ -20,7 +20,7 @@ HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
     **{"TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "IQ1_S": (0,), "IQ1_M": (), "IQ2_XXS": (0,), "IQ2_XS": (0,)},
-    **{"IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "Q1_0": (0,)},
+    **{"IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "Q1_0": (0,), "NVFP4": ()},
 }
 
 
@@ -38,6 +38,8 @@ def random_blocks(kind: str, *shape: int, seed: int = 0, std: float = 0.02) -> A
         blocks[..., start : start + 2] = halves[..., None].view(np.uint8)
     if kind == "MXFP4":
         blocks[..., 0] = 119 + blocks[..., 0] % 4
+    if kind == "NVFP4":  # scales of 2^-6 to 2^-5
+        blocks[..., :4] = blocks[..., :4] & 7 | 8
     if kind == "IQ1_M":  # the exponent of a factor of about 2^-8, in parts
         blocks[..., 53::2] = blocks[..., 53::2] & 15 | np.array([0x00, 0x20], dtype=np.uint8)
     return blocks.reshape(*shape[:-1], -1)

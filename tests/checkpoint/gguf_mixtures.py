@@ -39,10 +39,12 @@ BLOCK = {
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def random_model(kind: str, **others: Any) -> Any:
+def random_model(kind: str, sizes: dict[str, Any] = SIZES, **others: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **others), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**sizes, **others}), dtype=torch.float32
+    ).eval()
     for name, parameter in model.named_parameters():
         nn.init.normal_(parameter, float("norm" in name), 0.1)
     return model

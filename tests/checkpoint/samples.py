@@ -30,6 +30,7 @@ USUAL = [
     "fp8-block128",
     "gptq-4bit-g64-asym-desc-act",
     "hqq-4bit-g64",
+    "mlx-mixed",
     "mxfp4-gpt-oss",
     "nvfp4-modelopt",
     "torchao-fp8wo",

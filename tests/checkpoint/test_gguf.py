@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import qgemm
 from checkpoint.fuzz_gguf import broken
+from checkpoint.gguf_dense import MODELS as DENSE_MODELS
+from checkpoint.gguf_dense import write_like
 from checkpoint.gguf_files import Array, Tensors, random_blocks, random_tensors, write_file
 from checkpoint.gguf_mixtures import write_gpt_oss, write_mixtral
 from checkpoint.gguf_models import MODELS, float_model, settings_of, write_model
@@ -22,6 +24,7 @@ from qgemm import CheckpointError, QuantLinear
 from qgemm.nn import QuantLayer
 
 IDS = torch.arange(3, 27).view(2, 12)
+FACTORS = ("blk.0.attn_q", "blk.0.attn_k", "blk.1.ffn_down", "output")
 
 
 @torch.no_grad()
@@ -91,6 +94,53 @@ def test_experts_that_need_a_scheme(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Give one to convert them to"):
         qgemm.load_quantized(tmp_path)
     assert schemes(qgemm.load_quantized(tmp_path, scheme="int8"))["model.layers.0.mlp.experts"] == "int8"
+
+
+@pytest.mark.filterwarnings("ignore:.*activations stay in float, where the file has scales")
+def test_factors_of_nvfp4(tmp_path: Path) -> None:
+    """Of layers, whose rows may be in another order, and of experts; what has none has 1."""
+    tensors = random_tensors(float_model("llama"), "llama", "NVFP4")
+    factors = {name: np.array([0.7 + number], dtype="f4") for number, name in enumerate(FACTORS)}
+    own = {f"{name}.{leaf}": value for name, value in factors.items() for leaf in ("input_scale", "scale")}
+    whole = {
+        name: floats(tensor) * factors.get(name.removesuffix(".weight"), np.float32(1))
+        for name, tensor in tensors.items()
+    }
+    write_file(tmp_path / "a.gguf", "llama", settings_of("llama"), own | tensors)
+    model = qgemm.load_quantized(tmp_path / "a.gguf", dtype="float32")
+    assert set(schemes(model).values()) == {"nvfp4"}
+    whole["blk.0.attn_v.weight"] = tensors["blk.0.attn_v.weight"]  # something must be quantized
+    write_file(tmp_path / "b.gguf", "llama", settings_of("llama"), whole)
+    wanted = logits(qgemm.load_quantized(tmp_path / "b.gguf", dtype="float32"))
+    assert torch.allclose(logits(model), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_factors_of_experts(tmp_path: Path) -> None:
+    tensors = {
+        f"blk.{layer}.ffn_{part}_exps.scale": np.arange(1, 5, dtype="f4") + 4 * (part == "down")
+        for layer in range(2)
+        for part in ("gate", "up", "down")
+    }
+    config = {"hidden_size": 64, "moe_intermediate_size": 64}
+    tensors |= random_tensors(float_model("qwen3moe", **config), "qwen3moe", "NVFP4")
+    settings = settings_of("qwen3moe", expert_feed_forward_length=64)
+    path = write_file(tmp_path / "a.gguf", "qwen3moe", settings, tensors)
+    model: Any = qgemm.load_quantized(path, dtype="float32")
+    whole = {
+        name: floats(tensor) * tensors.get(name.replace("weight", "scale"), np.ones(1, "f4"))[:, None, None]
+        if "_exps.weight" in name
+        else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith("scale")
+    }
+    write_file(tmp_path / "b.gguf", "qwen3moe", settings, whole)
+    assert schemes(model)["model.layers.1.mlp.experts"] == "nvfp4"
+    wanted = logits(qgemm.load_quantized(tmp_path / "b.gguf", dtype="float32"))
+    assert torch.allclose(logits(model), wanted, rtol=1e-4, atol=1e-5)
+    tensors["blk.0.ffn_up_exps.scale"] = np.ones(4, "f4")
+    write_file(path, "qwen3moe", settings, tensors)
+    with pytest.raises(CheckpointError, match="qgemm's experts have one scale for both"):
+        qgemm.load_quantized(path)
 
 
 def test_a_layer_of_another_shape(tmp_path: Path) -> None:
@@ -238,10 +288,31 @@ def _with(blocks: Array, start: int, octets: bytes) -> Array:
     return blocks
 
 
+NVFP4: Tensors = {"blk.0.ffn_up.weight": ("NVFP4", random_blocks("NVFP4", 128, 64))}
 REFUSED: dict[str, tuple[Tensors, str]] = {
-    "a type": (
-        {"blk.0.ffn_up.weight": ("NVFP4", np.zeros((128, 36), dtype=np.uint8))},
-        r"tensor blk.0.ffn_up.weight is of type NVFP4, which qgemm doesn't read, so dequantize it",
+    "a scale with a sign": (
+        {"blk.0.ffn_up.weight": ("NVFP4", _with(np.zeros((128, 36), dtype=np.uint8), 0, b"\x80"))},
+        "blk.0.ffn_up.weight holds NaN or Inf",
+    ),
+    "such a scale of an embedding": (
+        {"token_embd.weight": ("NVFP4", _with(np.zeros((97, 36), dtype=np.uint8), 3, b"\x7f"))},
+        r"a\.gguf: token_embd.weight: it holds NaN or Inf",
+    ),
+    "several factors": (
+        NVFP4 | {"blk.0.ffn_up.scale": np.ones(2, dtype="f4")},
+        r"blk.0.ffn_up.scale is torch.float32 \[2\]",
+    ),
+    "a factor that is no float": (
+        NVFP4 | {"blk.0.ffn_up.scale": np.ones(1, dtype="f2")},
+        r"blk.0.ffn_up.scale is torch.float16 \[1\]",
+    ),
+    "a factor of all scales that is NaN": (
+        NVFP4 | {"blk.0.ffn_up.scale": np.full(1, np.nan, dtype="f4")},
+        r"a\.gguf: blk.0.ffn_up.scale is not finite",
+    ),
+    "a factor of another type": (
+        {"blk.0.ffn_up.scale": np.ones(1, dtype="f4")},
+        "holds tensors that the model doesn't have: blk.0.ffn_up.scale",
     ),
     "a type of the library's own": (
         {"blk.0.ffn_up.weight": ("Q8_1", np.zeros((128, 80), dtype=np.uint8))},
@@ -289,8 +360,9 @@ def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
         qgemm.load_quantized(path)
 
 
+CALLED = {"mixtral": "llama", "nvfp4": "llama", "ministral3": "mistral3"}
 BROKEN, COMPLETE_BROKEN = 100, 2000
-"""Files; the latter with ``--complete``. 12,000 have been read."""
+"""Files; the latter with ``--complete``. 16,000 have been read."""
 
 
 @pytest.mark.slow
@@ -302,12 +374,17 @@ def test_broken_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     for name, write in writers.items():
         write(tmp_path / f"{name}.gguf")
         good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    for name in DENSE_MODELS:
+        write_like(tmp_path / f"{name}.gguf", name)
+        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    factors = {f"blk.0.attn_{part}.{leaf}": np.ones(1, "f4") for part in "qk" for leaf in ("scale", "input_scale")}
+    good["nvfp4"] = write_model(tmp_path / "nvfp4.gguf", "llama", "NVFP4", factors).read_bytes()
     path, loaded = tmp_path / "broken.gguf", 0
     cases = COMPLETE_BROKEN if pytestconfig.getoption("--complete") else BROKEN
     for number in range(cases):
         rng = random.Random(number)
         name = rng.choice(sorted(good))
-        path.write_bytes(broken(good[name], "llama" if name == "mixtral" else name, rng))
+        path.write_bytes(broken(good[name], CALLED.get(name, name), rng))
         try:
             model = qgemm.load_quantized(path)
         except CheckpointError:

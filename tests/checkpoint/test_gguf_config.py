@@ -108,6 +108,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another scale": ("llama", {"attention__scale": 0.5}, "attention.scale is 0.5, which transformers doesn't"),
     "fewer layers with a window": ("gemma3", {"attention__sliding_window_pattern": 4}, "window_pattern is 4, and"),
     "no window": ("gemma3", {"attention__sliding_window": 0}, "doesn't state attention.sliding_window"),
+    "no window of Gemma 2": ("gemma2", {"attention__sliding_window": 0}, "doesn't state attention.sliding_window"),
     "positions in windows": ("gemma3", {"rope__freq_base_swa": 5e5}, "rope.freq_base_swa is 500000.0, and"),
     "a part of each head": ("qwen2", {"rope__dimension_count": 8}, "rotates 8 of a head's 16 values"),
     "a weight of experts": ("qwen3moe", {"expert_weights_scale": 2.5}, "expert_weights_scale is 2.5, which"),
@@ -131,8 +132,8 @@ def test_architectures_that_are_refused(tmp_path: Path) -> None:
         path = write_file(tmp_path / "a.gguf", architecture, settings, {})
         with pytest.raises(CheckpointError, match=f"transformers doesn't read {architecture} as llama.cpp writes it"):
             read_gguf(path).config("float32")
-    path = write_file(tmp_path / "a.gguf", "granite", settings, {})
-    with pytest.raises(CheckpointError, match="architecture granite is not supported yet"):
+    path = write_file(tmp_path / "a.gguf", "command-r", settings, {})
+    with pytest.raises(CheckpointError, match="architecture command-r is not supported yet"):
         read_gguf(path).config("float32")
     with pytest.raises(CheckpointError, match="doesn't say of which architecture"):
         model_config(path, {}, b"", "float32")
@@ -152,6 +153,28 @@ def test_the_bound_of_logits(tmp_path: Path) -> None:
         read_gguf(write_file(tmp_path / "a.gguf", "gemma3", settings, {})).config("float32")["final_logit_softcapping"]
         == 30
     )
+
+
+def test_phi_without_a_window(tmp_path: Path) -> None:
+    """Files of Phi 4 state 0, which transformers would take for a window that no token is in."""
+    models = [
+        qgemm.load_quantized(write_model(tmp_path / "a.gguf", "phi3", attention__sliding_window=size), dtype="float32")
+        for size in (0, 64)
+    ]
+    assert [model.config.sliding_window for model in models] == [None, 64]
+    ids = torch.arange(3, 27).view(2, 12)
+    with torch.no_grad():
+        found, wanted = (model(ids).logits for model in models)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "lfm2", "minimax-m2"])
+def test_the_base_of_rotary_frequencies(architecture: str, tmp_path: Path) -> None:
+    """What llama.cpp takes if a file states none; transformers' own is another one for some models."""
+    settings = settings_of(architecture)
+    del settings["rope.freq_base"]
+    path = write_file(tmp_path / "a.gguf", architecture, settings, {})
+    assert read_gguf(path).config("float32")["rope_theta"] == 10000.0
 
 
 def test_settings_that_change_nothing(tmp_path: Path) -> None:

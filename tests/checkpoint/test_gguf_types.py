@@ -32,7 +32,7 @@ def assert_same(rows: Tensor, kind: BlockType) -> None:
     assert wanted.isfinite().all()
     if kind.name in SUMS:
         # Half a unit in the last place of the zero point, of the value, and of theirs.
-        scale, zeros = (each.repeat_interleave(32, dim=1).abs() for each in kind.parts(rows)[1:])
+        scale, zeros = (each.repeat_interleave(32, dim=1).abs() for each in kind.parts(rows)[1:3])
         assert ((found - wanted).abs() <= 2.0**-24 * (zeros + 2 * wanted.abs())).all()
         assert (zeros <= wanted.abs() + 8 * scale).all()
     else:
@@ -44,7 +44,7 @@ def test_types_are_those_of_the_package() -> None:
     theirs = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     assert {number: theirs.get(number, known[number]) for number in known} == known
     assert sorted(READ_TYPES) == sorted(HALVES)
-    assert len(READ_TYPES) == 23
+    assert len(READ_TYPES) == 24
 
 
 @pytest.mark.parametrize("name", READ_TYPES)
@@ -79,5 +79,18 @@ def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.from_numpy(random_blocks("Q5_K", 7, 256))
     whole = BY_NAME["Q5_K"].parts(rows)
     monkeypatch.setattr("qgemm.checkpoint.gguf_types._PIECE", 512)
-    for one, other in zip(BY_NAME["Q5_K"].parts(rows), whole, strict=True):
+    for one, other in zip(BY_NAME["Q5_K"].parts(rows)[:3], whole[:3], strict=True):
         assert torch.equal(one, other)
+
+
+def test_scales_of_nvfp4() -> None:
+    """All that files may have, with all values; others are refused."""
+    kind = BY_NAME["NVFP4"]
+    rows = torch.arange(256).to(torch.uint8)[:, None].repeat(1, 4)
+    octets = torch.arange(0, 256, 17).to(torch.uint8).repeat(256, 2)  # the codes 0 to 15, each twice in a byte
+    rows = torch.cat((rows, octets), dim=1)
+    assert_same(rows[:127], kind)
+    for row in rows[127:]:
+        with pytest.raises(ValueError, match="it holds NaN or Inf"):
+            kind.dequantize(row[None], torch.float32)
+    assert torch.equal(kind.parts(rows, torch.tensor([0.75])).global_scale, torch.tensor([0.75, 1.0]))

@@ -151,6 +151,15 @@ def test_fp4_with_inputs_in_fp8(tmp_path: Path) -> None:
             r"\(FP8\); of ModelOpt, qgemm reads fp8 with an input_scale",
         ),
         ({"weight_scale": torch.ones(())}, "0 has weight None"),
+        (  # of W4A8_AWQ, whose weights are packed along N
+            {
+                **NVFP4,
+                "weight_scale": torch.ones(32, 4),
+                "weight_scale_2": torch.ones(()),
+                "input_scale": torch.ones(()),
+            },
+            r"0 has weight torch.uint8 .* and weight_scale torch.float32 \[32, 4\] .*, so dequantize it with its own",
+        ),
         ({"weight": E4M3, "weight_scale": torch.ones(1, 1, 1, 1)}, "qgemm reads fp8 with an input_scale or per token"),
         (
             {"weight": torch.ones(32, 64, dtype=torch.int8), "weight_scale": torch.ones(32)},

@@ -53,6 +53,7 @@ SAMPLES_ALONE = {
     "gptq-v2-4bit-g64-asym": ("gptq", VERSION),
     "hqq-4bit-g64": ("hqq", ""),
     "hqq-8bit-g32": ("hqq", ""),
+    "mlx-mixed": ("mlx", "how many bits .*, and in which groups"),
     "mxfp4-gpt-oss": ("mxfp4", ""),
     "nvfp4-modelopt": ("modelopt", ""),
     "torchao-fp8wo": ("torchao", ""),
@@ -69,6 +70,7 @@ def without_settings(name: str, folder: Path) -> Path:
     shutil.copy(SAMPLES / name / "model.safetensors", folder)
     config = read_json(SAMPLES / name / "config.json")
     del config["quantization_config"]
+    config.pop("quantization", None)  # of MLX
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -92,7 +94,7 @@ def test_samples_without_their_config(name: str, tmp_path: Path) -> None:
     assert found is not None
     assert found.format == format
     if unsaid:
-        with pytest.raises(CheckpointError, match=rf"has no quantization_config( of GPTQ)?, and .*{unsaid}"):
+        with pytest.raises(CheckpointError, match=rf"has no quantization_config( of (GPTQ|MLX))?, and .*{unsaid}"):
             contents_of(folder)
         return
     alone, wanted = contents_of(folder), contents_of(SAMPLES / name)
@@ -187,7 +189,7 @@ def test_blocks_of_fp8(layers: list[dict[str, Tensor]], unsaid: str, tmp_path: P
         ({"weight": torch.ones(4, 4).char(), "weight_scale": torch.ones(4, 1)}, f"compressed-tensors's, {ACTIVATIONS}"),
         ({"a_scale_inv": torch.ones(1), "b": torch.ones(2).to(E4M3)}, "no file holds a quantized layer of that format"),
         ({"qweight": torch.ones(4, 4).int()}, r"0.scales is missing"),
-        (MLX, "the tensors are mlx's; the formats supported are .*, so dequantize it"),
+        (MLX, "the tensors don't tell how many bits 0 has, and in which groups: put the quantization there that MLX"),
         (
             {"weight._data": torch.ones(4, 4).char(), "weight._scale": torch.ones(4, 1)},
             "the tensors are quanto's; the formats",
@@ -201,8 +203,7 @@ def test_what_tensors_do_not_tell(tensors: dict[str, Tensor], message: str, tmp_
 
 def test_mlx_with_its_own_config(tmp_path: Path) -> None:
     folder = write(tmp_path, {"0": MLX}, {"bits": 4, "group_size": 64})
-    with pytest.raises(CheckpointError, match="the tensors are mlx's"):
-        contents_of(folder)
+    assert contents_of(folder).manifest.layers["0"].name == "int4-channel-float-zeros"
     assert run_json("inspect", folder)["format"] == "mlx"
 
 
@@ -293,7 +294,7 @@ def test_another_method_where_tensors_do_not_tell_enough(name: str, method: str,
 
 @pytest.mark.parametrize("name", [name for name in SAMPLES_ALONE if not name.startswith("bnb")])
 def test_a_config_without_a_method(name: str, tmp_path: Path) -> None:
-    folder = with_settings(name, tmp_path / "copy", lambda quantization: quantization.pop("quant_method"))
+    folder = with_settings(name, tmp_path / "copy", lambda quantization: quantization.pop("quant_method", None))
     contents, wanted = contents_of(folder), contents_of(SAMPLES / name)
     assert contents.manifest == wanted.manifest
     assert contents.notes == wanted.notes

@@ -26,10 +26,13 @@ def float_model(name: str, quantized: Any) -> Any:
     config = json.loads((SAMPLES / name / "config.json").read_text())
     del config["quantization_config"]
     model = type(quantized)(type(quantized.config)(**config)).float().eval()
-    wanted = model.state_dict()
+    wanted = model.state_dict() | {"model.embed_tokens.weight": quantized.model.embed_tokens.weight}
     state = {
-        key: tensor.float() for key, tensor in load_file(SAMPLES / name / "model.safetensors").items() if key in wanted
+        key: tensor.float()
+        for key, tensor in load_file(SAMPLES / name / "model.safetensors").items()
+        if key in wanted and tensor.dtype != torch.uint32
     }
+    state.setdefault("model.embed_tokens.weight", wanted["model.embed_tokens.weight"])  # MLX's is quantized, too
     for path, layer in quantized.named_modules():
         if isinstance(layer, QuantExperts):
             weights = layer.dequantize(torch.float32)

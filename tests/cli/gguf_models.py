@@ -12,7 +12,7 @@ from gguf.quants import quantize
 HIDDEN, LAYERS, EXPERTS = 256, 2, 3
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "ab"]
 # Types that gguf reads, but doesn't write: where the float16 factors of a block are.
-_FACTORS = {"Q4_K": (0, 2), "Q6_K": (208,), "NVFP4": ()}
+_FACTORS = {"Q4_K": (0, 2), "Q6_K": (208,), "Q8_1": ()}
 _OF_LLAMA = {"attn_q": "Q4_K", "attn_k": "Q4_0", "attn_v": "Q6_K", "attn_output": "Q8_0"}
 _OF_MLP = {"ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q8_0"}
 

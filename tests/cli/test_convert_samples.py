@@ -28,6 +28,7 @@ REFUSED = {
         "gptq-4bit-g64-asym-desc-act": "int4-64-asymmetric-ordered",
         "hqq-4bit-g64": "int4-64-float-zeros",
         "hqq-8bit-g32": "int8-weight-32-float-zeros",
+        "mlx-mixed": "int4-64-float-zeros",
         "torchao-int4": "int4-32-float-zeros",
     },
     "gptq": {
@@ -51,6 +52,7 @@ REFUSED = {
         "fp8-tensor-static": "fp8-static",
         "hqq-4bit-g64": "int4-64-float-zeros",
         "hqq-8bit-g32": "int8-weight-32-float-zeros",
+        "mlx-mixed": "int4-64-float-zeros",
         "mxfp4-gpt-oss": "mxfp4",
         "nvfp4-modelopt": "nvfp4",
         "torchao-fp8wo": "fp8-weight",

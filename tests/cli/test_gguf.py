@@ -6,10 +6,13 @@ import shutil
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoint.foreign import logits, same_tensors
+from checkpoint.gguf_files import random_tensors, write_file
 from checkpoint.gguf_mixtures import write_gpt_oss
+from checkpoint.gguf_models import float_model, settings_of
 
 import qgemm
 from cli.command import run, run_failing, run_json
@@ -73,6 +76,17 @@ def test_inspect_counts_biases_of_experts_with_them(tmp_path: Path) -> None:
     assert experts["bytes"] == 4 * 64 * (96 // 32 * 17 + 4)
 
 
+def test_inspect_counts_factors_with_the_layers_that_they_multiply(tmp_path: Path) -> None:
+    factors = {f"blk.0.attn_q.{leaf}": np.ones(1, "f4") for leaf in ("input_scale", "scale")}
+    tensors = random_tensors(float_model("llama"), "llama", "NVFP4")
+    write_file(tmp_path / "a.gguf", "llama", settings_of("llama"), factors | tensors)
+    found = run_json("inspect", tmp_path)
+    (layer,) = (each for each in found["layers"] if each["name"] == "model.layers.0.self_attn.q_proj")
+    assert (layer["kind"], layer["storage"], layer["scheme"], layer["shape"]) == ("linear", "NVFP4", "nvfp4", [64, 64])
+    assert layer["bytes"] == 64 * 36 + 4
+    assert found["problems"] == []
+
+
 def test_inspect_without_the_packages_shows_the_names_of_the_file(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: object) -> None:
         raise ImportError("pip install gguf")
@@ -96,9 +110,9 @@ def test_what_is_wrong_with_a_file(llama: Path) -> None:
     assert "tiny.gguf: blk.0.attn_k.weight holds NaN or Inf" in problem
     llama.write_bytes(content[:-1000])
     assert "tiny.gguf is truncated or no GGUF file: tensor" in run_failing("inspect", llama)
-    write_gguf(llama, types={"ffn_up": "NVFP4"})
+    write_gguf(llama, types={"ffn_up": "Q8_1"})
     found = run_json("inspect", llama)
-    assert "blk.0.ffn_up.weight is of type NVFP4, which qgemm doesn't read" in found["refusal"]
+    assert "blk.0.ffn_up.weight is of type Q8_1, which qgemm doesn't read" in found["refusal"]
     assert found["refusal"] in run_failing("compare", llama, llama)
 
 

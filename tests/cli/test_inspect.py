@@ -160,6 +160,7 @@ SAMPLES_OF_LIBRARIES = {
     "gptq-v2-4bit-g64-asym": "gptq (4 bits, groups of 64)",
     "hqq-4bit-g64": "hqq",
     "hqq-8bit-g32": "hqq",
+    "mlx-mixed": "mlx (4 bits, groups of 64)",
     "mxfp4-gpt-oss": "mxfp4",
     "nvfp4-modelopt": "modelopt (NVFP4)",
     "torchao-fp8wo": "torchao",
