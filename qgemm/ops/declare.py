@@ -66,6 +66,26 @@ def operator(
     return declared
 
 
+def differentiable(name: str, direct: Function, setup_context: Function, backward: Function) -> Function:
+    """``direct`` with gradients in reverse mode, for calls that nothing but these needs to see.
+
+    The other arguments are those of ``operator``. Through the dispatcher such a call takes the host several times as
+    long: it crosses into Python for autograd, and again for the implementation.
+    """
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        out = direct(*args)
+        setup_context(ctx, args, out)
+        return out
+
+    def backward_of_all(ctx: Any, *grads: Tensor) -> Any:
+        return tuple(backward(ctx, ctx.needs_input_grad, *grads))
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)}
+    function: Any = type(f"{name}_direct_derivative", (torch.autograd.Function,), methods)
+    return function.apply  # type: ignore[no-any-return]
+
+
 def _mark_outputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
 

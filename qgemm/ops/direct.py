@@ -53,6 +53,13 @@ def seen_by_others(x: Tensor, *others: Tensor | None) -> bool:
     return _is_watched(x)
 
 
+def concerns_gradients_alone(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether gradients are all that a call which is ``seen_by_others`` needs beside the implementation."""
+    if torch.compiler.is_compiling() or not (x.is_cuda or x.is_cpu):
+        return False
+    return all(type(tensor) in _PLAIN for tensor in (x, *others)) and not _is_watched(x)
+
+
 def _is_watched(x: Tensor) -> bool:
     """Whether anything is active that sees every call."""
     return (

@@ -30,8 +30,8 @@ from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch as weight_only
-from qgemm.ops.declare import operator
-from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
+from qgemm.ops.declare import differentiable, operator
+from qgemm.ops.direct import concerns_gradients_alone, recall_launch, remember_launch, seen_by_others
 from qgemm.ops.float_weight import float_weight
 
 
@@ -57,6 +57,9 @@ def quant_linear(
         if recalled is not None:
             return recalled
     if seen_by_others(x, weight, weight_scale, bias, input_scale, residual):
+        if concerns_gradients_alone(x, weight, weight_scale, bias, input_scale, residual):
+            out = _quant_linear_with_gradients(x, weight, weight_scale, bias, input_scale, residual)
+            return out
         out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale, residual)
         return out
     return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable=True)
@@ -78,6 +81,9 @@ def weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None 
         if recalled is not None:
             return recalled
     if seen_by_others(x, values, scale, bias, other, residual):
+        if concerns_gradients_alone(x, values, scale, bias, other, residual):
+            out = _weight_only_linear_with_gradients(x, *weight, residual)
+            return out
         out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
     return weight_only.weight_only_linear(x, weight, residual, recallable=True)
@@ -97,6 +103,9 @@ def block_scaled_linear(
         if recalled is not None:
             return recalled
     if seen_by_others(x, weight, weight_scale, bias, None, residual):
+        if concerns_gradients_alone(x, weight, weight_scale, bias, None, residual):
+            out = _block_scaled_linear_with_gradients(x, weight, weight_scale, bias, residual)
+            return out
         out = torch.ops.qgemm.block_scaled_linear(x, weight, weight_scale, bias, residual)
         return out
     return dispatch.block_scaled_linear(x, weight, weight_scale, bias, residual, recallable=True)
@@ -156,12 +165,15 @@ def _declare_layer(
     check: Callable[..., None],
     stored: Callable[..., ScaledWeight],
     *,
+    direct: Callable[..., Tensor],
     bias_at: int,
     residual_at: int | None = None,
     weight_at: slice = slice(1, 3),
     sizes: slice = slice(0),
-) -> None:
+) -> Callable[..., Tensor]:
     """Declares a layer of ``(x, weight, scale, ...)``, with derivatives for ``x``, its bias and its residual.
+
+    Returns ``direct``, which bypasses the dispatcher, with gradients, for calls that need nothing else.
 
     ``bias_at``, ``residual_at``: where those are among the arguments; a residual may be left out. ``check(*arguments)``
     raises for what ``compute`` can't take. ``stored(weight, scale, *others, *sizes)``: the weight as one value, from
@@ -220,6 +232,7 @@ def _declare_layer(
         autocast=True,
         batched=(0,) if residual_at is None else (0, residual_at),
     )
+    return differentiable(name, direct, setup_context, backward)
 
 
 def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,12 +245,13 @@ def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_declare_layer(
+_quant_linear_with_gradients = _declare_layer(
     "quant_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? input_scale, "
     "Tensor? residual=None) -> Tensor",
     dispatch.quant_linear,
     checks.check_quant_linear,
     ScaledWeight.of_rows,
+    direct=quant_linear,
     bias_at=3,
     residual_at=5,
 )
@@ -247,23 +261,26 @@ _declare_layer(
     dispatch.quant_linear_asymmetric,
     checks.check_quant_linear_asymmetric,
     ScaledWeight.of_rows,
+    direct=dispatch.quant_linear_asymmetric,
     bias_at=3,
 )
-_declare_layer(
+_block_scaled_linear_with_gradients = _declare_layer(
     "block_scaled_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual=None) -> Tensor",
     dispatch.block_scaled_linear,
     checks.check_block_scaled_linear,
     ScaledWeight.of_blocks,
+    direct=block_scaled_linear,
     bias_at=3,
     residual_at=4,
 )
-_declare_layer(
+_weight_only_linear_with_gradients = _declare_layer(
     "weight_only_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? global_scale, "
     "Tensor? input_order, Tensor? bias, int in_features, str format, int group_size, bool int8_activations=False, "
     "Tensor? step=None, Tensor? residual=None) -> Tensor",
     _of_value(weight_only.weight_only_linear),
     _of_value(checks.check_weight_only_linear),
     lambda *fields: ScaledWeight._make((*fields[:5], None, *fields[5:], False, None)),
+    direct=_of_value(weight_only_linear),
     bias_at=6,
     residual_at=12,
     weight_at=slice(1, 6),

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qgemm.ops
 from qgemm.kernels import cpu, dispatch
 from qgemm.kernels.launch import plans
+from qgemm.nn.kinds import linear_class
 
 ops = torch.ops.qgemm
 
@@ -94,11 +95,54 @@ def forward_gradient(f: Any, x: Tensor, *rest: Any) -> Any:
         return f(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), *rest)
 
 
-SEEN_BY_OTHERS: dict[str, Any] = {
+WITH_GRADIENTS: dict[str, Any] = {
     "gradients of x": lambda f, x, *rest: f(x.requires_grad_(), *rest),
     "gradients of the bias": lambda f, x, weight, scale, bias, none: f(x, weight, scale, bias.requires_grad_(), none),
     "gradients of the residual": lambda f, x, *rest: f(x, *rest, torch.ones(5, 8, device=x.device, requires_grad=True)),
     "gradients of the scale": lambda f, x, weight, scale, *rest: f(x, weight, scale.requires_grad_(), *rest),
+}
+
+
+@pytest.mark.parametrize("what", WITH_GRADIENTS)
+def test_a_call_with_gradients_goes_past_the_dispatcher(what: str, direct: list[Any], device: torch.device) -> None:
+    """To the implementation, once; and the gradients are those of the operator."""
+
+    def result(f: Any) -> Any:
+        torch.manual_seed(0)
+        given: list[Any] = []
+
+        def call(*arguments: Any) -> Tensor:
+            given[:] = arguments
+            out: Tensor = f(*arguments)
+            return out
+
+        out = WITH_GRADIENTS[what](call, *quant_linear_arguments(device))
+        sources = [each for each in given if each is not None and each.requires_grad]
+        try:
+            return out, torch.autograd.grad(out.square().sum(), sources, create_graph=True)
+        except RuntimeError as error:  # scales have none
+            return out, str(error)
+
+    (out, found), (wanted, grads) = result(qgemm.ops.quant_linear), result(ops.quant_linear)
+    assert len(direct) == 1
+    assert torch.equal(out, wanted)
+    assert found == grads if isinstance(grads, str) else all(map(torch.equal, found, grads))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8-block"])
+def test_a_layer_can_be_differentiated_twice(scheme: str, device: torch.device) -> None:
+    layer = linear_class(scheme).from_linear(nn.Linear(128, 128).to(device), scheme)
+    x = torch.randn(3, 128, device=device, requires_grad=True)
+    out = layer(x)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad(grad.square().sum(), x)
+    weight = layer.dequantize().weight.detach()
+    expected = 2 * out.detach() @ weight
+    torch.testing.assert_close(grad, expected)
+    torch.testing.assert_close(again, 4 * (expected @ weight.T) @ weight)
+
+
+SEEN_BY_OTHERS: dict[str, Any] = {
     "forward gradients": forward_gradient,
     "a function mode": lambda f, *rest: within(FunctionMode(), f, *rest),
     "a dispatch mode": lambda f, *rest: within(DispatchMode(), f, *rest),
@@ -142,7 +186,7 @@ def remembered(device: torch.device) -> tuple[Any, tuple[Any, ...]]:
     return ops.quant_linear, arguments
 
 
-@pytest.mark.parametrize("what", [what for what in SEEN_BY_OTHERS if what != "torch.compile"])
+@pytest.mark.parametrize("what", [what for what in WITH_GRADIENTS | SEEN_BY_OTHERS if what != "torch.compile"])
 def test_a_plan_is_not_recalled_for_a_call_that_others_see(what: str, remembered: tuple[Any, tuple[Any, ...]]) -> None:
     run, arguments = remembered
     found: list[Any] = []
@@ -153,7 +197,7 @@ def test_a_plan_is_not_recalled_for_a_call_that_others_see(what: str, remembered
         return out
 
     with contextlib.suppress(NotImplementedError, RuntimeError):  # what the operator can't do: forward gradients
-        SEEN_BY_OTHERS[what](call, *arguments)
+        (WITH_GRADIENTS | SEEN_BY_OTHERS)[what](call, *arguments)
     assert found
     assert not any(found)
 
