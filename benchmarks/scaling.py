@@ -2,7 +2,7 @@
 
 Sizes are those of the model itself, quantized on meta and split according to its plan of tensor parallelism. Times are
 the sums of the parts of a step and of a prompt, with constants that were measured on an H200. The constants come from a
-few of the figures in ``docs/benchmarks.md`` and ``docs/performance.md``; tests compare the estimates with the others.
+few of the figures in docs/benchmarks.md and docs/performance/models.md; tests compare the estimates with the others.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import signal
 import sys
 import threading
@@ -73,7 +72,9 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 def describe(error: Exception, command: Callable[..., Any]) -> str:
     """An error in one line. An error not meant for users is shown with its type, and with the way to see its origin."""
-    said = re.sub(r"^\[Errno \d+\] ", "", str(error)) if isinstance(error, OSError) else str(error)
+    said = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if (why := getattr(error, "why", None)) is not None:  # an UnknownModel, whose module would import PyTorch
         said = f"{why}, and the command builds no other: use qgemm in Python"
     text = printable(in_options(" ".join(said.split()), command), limit=2000)

@@ -132,7 +132,7 @@ def test_a_prompt_through_a_mixture_is_not_estimated() -> None:
 
 
 def test_sums_of_gpus() -> None:
-    # docs/performance.md. With four GPUs NCCL takes another way for 16 rows, and has more of the links for many.
+    # docs/performance/models.md. With four GPUs NCCL takes another way for 16 rows, and has more of the links for many.
     assert H200.sum_seconds(1, 1e9) == 0
     for gpus, rows, us, error in (
         (2, 1, 9.9, 0.1),

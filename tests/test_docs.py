@@ -36,7 +36,7 @@ def python_blocks(text: str) -> str:
 
 
 def test_documents_are_found() -> None:
-    assert {"README.md", "docs/guide.md", "docs/stages.md", "docs/tutorial.md"} <= set(DOCUMENTS)
+    assert {"README.md", "docs/guide/quantize.md", "docs/stages.md", "docs/tutorial.md"} <= set(DOCUMENTS)
 
 
 @pytest.mark.slow(quick=["README.md"])
@@ -55,6 +55,37 @@ def test_code_of_a_document(document: str, tmp_path: Path, monkeypatch: pytest.M
         shown = re.findall(r"```text\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL)
         assert len(shown) > 5
         assert words(" ".join(shown)) == words(result.stdout)
+
+
+def test_pages_are_short() -> None:
+    lines = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("docs/**/*.md")}
+    assert len(lines) > 30
+    assert not {name: number for name, number in lines.items() if number > 400}
+
+
+def sections(page: Path) -> set[str]:
+    """The anchors of a page: those that GitHub makes of its headings, and those that it names itself."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+    headings = [re.sub(r"[^\w -]", "", re.sub(r"\]\(.*?\)", "", heading)) for heading in headings]
+    return {*(heading.lower().replace(" ", "-") for heading in headings), *re.findall(r'<a id="([^"]+)"', text)}
+
+
+def test_links_lead_to_pages_and_their_sections() -> None:
+    """Those between documents, and the pages that sources name."""
+    links = []
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
+        found = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8"))
+        links += [(path, (path.parent / page if page else path).resolve(), anchor) for page, anchor in found]
+    for folder in ("benchmarks", "examples", "qgemm", "qgemm_cli", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found = re.findall(r"(docs/[\w/]+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8"))
+            links += [(path, ROOT / page, anchor) for page, anchor in found]
+    assert len(links) > 300
+    assert not {(str(path), str(page)) for path, page, _ in links if not page.exists()}
+    links = [link for link in links if link[2] and link[1].suffix == ".md" and link[1].parent.name != "api"]
+    anchors = {page: sections(page) for _, page, _ in links}
+    assert not {(str(path), page.name, anchor) for path, page, anchor in links if anchor not in anchors[page]}
 
 
 def words(text: str) -> str:

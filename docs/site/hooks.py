@@ -1,5 +1,6 @@
 """What MkDocs does besides: files of the repository's root become pages, and links fit the site."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fits links from ``docs/`` to files outside of it."""
-    return markdown if page.file.src_path in PAGES.values() else links(markdown, ROOT / "docs")
+    source = ROOT / "docs" / page.file.src_uri
+    return markdown if page.file.src_uri in PAGES.values() else links(markdown, source.parent)
 
 
 def links(markdown: str, folder: Path) -> str:
@@ -35,7 +37,9 @@ def links(markdown: str, folder: Path) -> str:
             return match[0]  # for MkDocs to complain of
         name = str(path.relative_to(ROOT))
         if name in PAGES or (folder == ROOT and name.startswith("docs/")):
-            return f"[{text}]({PAGES.get(name, name.removeprefix('docs/'))}{anchor or ''})"
+            target = ROOT / "docs" / PAGES.get(name, name.removeprefix("docs/"))
+            start = ROOT / "docs" if folder == ROOT else folder
+            return f"[{text}]({os.path.relpath(target, start)}{anchor or ''})"
         return match[0] if name.startswith("docs/") else f"`{name}`" if text != name else f"`{text}`"
 
     parts = re.split(r"(```.*?\n```)", markdown, flags=re.DOTALL)  # code between fences stays

@@ -156,7 +156,7 @@ class Fold:
             before = weight.float() + self.gain_offset
             weight.copy_(before / scales - self.gain_offset)
             after = weight.float() + self.gain_offset
-            scales = torch.where((before != 0) & (after != 0), before / after, scales)
+            scales = torch.where(after != 0, before / after, scales)
             if isinstance(bias, Tensor):
                 bias.copy_(bias.float() / scales)
             return scales

@@ -89,8 +89,8 @@ class Group:
     stored_as: str
     targets: tuple[str, ...]
     scheme: str
-    note: str = ""
-    orders_columns: bool = False
+    note: str
+    orders_columns: bool
 
     @property
     def is_static(self) -> bool:

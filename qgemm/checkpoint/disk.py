@@ -66,7 +66,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from typing_extensions import TypeVar
 
 from qgemm.arguments import as_path, shown
 from qgemm.checkpoint.contents import Contents, read_converted
@@ -52,22 +53,24 @@ from qgemm.nn.attention import opened_attention
 from qgemm.scheme import QuantScheme, resolve_scheme
 from qgemm.warn import warn_user
 
+Model = TypeVar("Model", bound=nn.Module, default=nn.Module)
+
 
 def load_quantized(
     folder: str | Path,
     device: torch.device | str = "cpu",
     *,
-    model: nn.Module | Callable[[], nn.Module] | None = None,
+    model: Model | Callable[[], Model] | None = None,
     scheme: str | QuantScheme | None = None,
     fuse: bool = False,
     dtype: torch.dtype | str | None = None,
-) -> nn.Module:
+) -> Model:
     """Loads the quantized model in ``folder``, on ``device``, in eval mode.
 
-    The folder may be in the format of ``save_quantized``, or in that of another library; ``docs/checkpoints.md`` lists
-    them. It may also be a GGUF file. Weights are those in the files, bit for bit. Layers compute in the precision that
-    the checkpoint is made for: int8, fp8, or float with weights of 4 or 8 bits. A warning names what the checkpoint
-    asks for but qgemm doesn't compute.
+    The folder may be in the format of ``save_quantized``, or in that of another library
+    (``docs/checkpoints/other_libraries.md`` lists them). It may also be a GGUF file. Weights are those in the files,
+    bit for bit. Layers compute in the precision that the checkpoint is made for: int8, fp8, or float with weights of 4
+    or 8 bits. A warning names what the checkpoint asks for but qgemm doesn't compute.
 
     - ``device``: the model's device, for example ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
     - ``model``: None builds a transformers model from its config. For any other model, pass the float model, which is a
@@ -96,8 +99,8 @@ def load_quantized(
         warn_without_report(folder, found.contents.lacks)
     for note in found.contents.notes:
         warn_user(f"{folder}: {note}")
-    found.model.eval()
-    return fuse_layers(found.model) if fuse else found.model
+    loaded = cast(Model, found.model.eval())
+    return fuse_layers(loaded) if fuse else loaded
 
 
 def _as_dtype(dtype: torch.dtype | str | None, model: object) -> torch.dtype | None:

@@ -277,7 +277,7 @@ def _decode(layer: PackedLayer, qweight: Tensor, scales: Tensor, *others: Tensor
     # A few rows at a time, which stay in the CPU's cache from one step to the next.
     step = cdiv(_PIECE, max(layer.K, 1) * 8) * 8
     pieces = []
-    for start in range(0, max(layer.N, 1), step):
+    for start in range(0, layer.N, step):
         codes = _codes(layer, qweight, order, start, min(start + step, layer.N))
         stored = pack_codes(codes) if layer.bits == 4 else codes.view(torch.int8)
         pieces.append(_unshuffled(layer, stored.contiguous()))

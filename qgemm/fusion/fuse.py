@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qgemm.arguments import check_model
 from qgemm.fusion.diffusion import fuse_block, is_block
-from qgemm.fusion.probe import find_angles
+from qgemm.fusion.probe import find_angles, find_own_frequencies
 from qgemm.fusion.report import FusionRecord, FusionReport
 from qgemm.fusion.siblings import SiblingWatch
 from qgemm.fusion.structure import arguments_of, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
@@ -142,7 +142,7 @@ def _fuse_others(modules: Mapping[str, nn.Module]) -> Iterator[FusionRecord]:
             bind(module, FusedNorm(step))
             yield FusionRecord(name, type(module).__name__, ("norm",), "", None)
         elif layouts := find_angles(module):
-            bind(module, FusedAngles(module, layouts))
+            bind(module, FusedAngles(module, layouts, find_own_frequencies(module, layouts)))
             yield FusionRecord(name, type(module).__name__, ("rotary",), "", 0.0)
 
 

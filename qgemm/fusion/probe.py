@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -318,6 +318,24 @@ def find_angles(module: nn.Module) -> dict[str, str]:
         return {}
     found = {each: _find_layout(module, each) for each in types}
     return {} if "" in found.values() else found
+
+
+@torch.no_grad()
+def find_own_frequencies(module: nn.Module, layouts: Mapping[str, str]) -> dict[str, Tensor]:
+    """The frequencies of an embedding with these ``layouts`` that doesn't read its buffer, by type of layer.
+
+    It computes them in every call, so they stay the same when the model, with its buffers, becomes bfloat16.
+    """
+    other = copy.copy(module)
+    vars(other)["_buffers"] = {name: value * 0.75 for name, value in module._buffers.items() if value is not None}
+    found = {}
+    for layer_type, layout in layouts.items():
+        frequencies, _ = angles_of(module, layer_type)
+        assert frequencies is not None
+        positions = torch.arange(8, device=frequencies.device)[None]
+        if not _has_angles(other, layer_type, positions, layout, torch.float32):
+            found[layer_type] = frequencies.clone()
+    return found
 
 
 def _find_layout(module: nn.Module, layer_type: str) -> str:

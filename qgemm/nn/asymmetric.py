@@ -50,8 +50,6 @@ class AsymmetricLinear(QuantLinear):
 
     def take_bias(self, bias: Tensor | None) -> None:
         """Sets ``bias`` to the float layer's bias minus the correction."""
-        if self.weight.device.type == "meta":
-            return
         exact = -self._correction() if bias is None else bias.double() - self._correction()
         self.bias = frozen(exact.float())
 

@@ -72,6 +72,20 @@ class QuantMultiheadAttention(nn.Module):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
     out_proj: nn.Module
+    closes = False
+    """Whether it becomes an ``nn.MultiheadAttention`` again as soon as all of its projections are ``nn.Linear``s."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in ``nn.Module``; with ``closes``, a layer in the place of an adapter may be the last that was missing."""
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Linear) and self.closes:
+            self.close_if_plain()
+
+    def close_if_plain(self) -> None:
+        """Turns it back into ``nn.MultiheadAttention`` if all of its projections are ``nn.Linear``s."""
+        if all(type(layer) is nn.Linear for layer in self._modules.values()):
+            vars(self).pop("closes", None)
+            _close(self)
 
     @property
     def in_proj_bias(self) -> Tensor | None:
@@ -266,10 +280,14 @@ def opened_attention(model: nn.Module, layers: Iterable[str] | None = None) -> I
 
 
 def close_attention(model: nn.Module) -> None:
-    """Turns attention back into ``nn.MultiheadAttention`` where its projections are float layers."""
+    """Turns attention back into ``nn.MultiheadAttention`` where its projections are float layers.
+
+    Where one of them has an adapter, this happens once the adapter is merged or taken off.
+    """
     for module in model.modules():
         if isinstance(module, QuantMultiheadAttention) and not _is_quantized(module):
-            _close(module)
+            module.closes = True
+            module.close_if_plain()
 
 
 def _fused_paths(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:

@@ -160,8 +160,6 @@ class QuantExperts(QuantLayer):
 
     def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """As the linear layers of the scheme do."""
-        if name not in self.fixed_names:
-            return True
         weight, leaf = split_leaf(name)
         return _asked(self.scheme.of(weight), *self._sizes(weight), self.has_bias).accepts_dtype(leaf, dtype)
 

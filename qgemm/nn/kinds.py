@@ -25,7 +25,10 @@ def linear_class(scheme: str | QuantScheme) -> type[LinearLayer]:
     for kind in KINDS:
         if kind.computes(scheme):
             return kind
-    raise ValueError(f"no linear layer computes the scheme {scheme.name!r}: use one of qgemm.SCHEMES")
+    hint = "use one of qgemm.SCHEMES"
+    if scheme.down is not None:
+        hint = f"it is for experts alone, and a scheme for all layers is, for example, {scheme.parts[0].name!r}"
+    raise ValueError(f"no linear layer computes the scheme {scheme.name!r}: {hint}")
 
 
 def meta_linear(

@@ -24,6 +24,7 @@ from qgemm.numerics.formats import FP8
 from qgemm.scheme import QuantScheme
 
 Layer = TypeVar("Layer", bound="QuantLayer")
+_REPLACE_WEIGHTS = {f"torch.nn.utils.{name}" for name in ("parametrizations", "parametrize", "prune", "weight_norm")}
 
 
 class Merged(Protocol):
@@ -116,8 +117,18 @@ class QuantLayer(nn.Module):
 
         accelerate does, because it casts new values to the dtype that it finds. On meta, code that loads compares
         dtypes, shapes and identities; only the code of a model whose layers accelerate offloads has no use for these.
+
+        Raises ``RuntimeError`` for code of PyTorch that is about to replace the parameter by a computed tensor.
         """
-        package = str(caller.f_globals.get("__name__")).partition(".")[0]
+        module = str(caller.f_globals.get("__name__"))
+        if module in _REPLACE_WEIGHTS:
+            layer = self.layer_name
+            raise RuntimeError(
+                f"{layer or 'a layer'} is quantized: its weight can't be parametrized or pruned. Do that to the float "
+                "layer, and make it permanent (remove_parametrizations, prune.remove) before you quantize; or leave "
+                f"the layer in float (skip={layer or 'its name'!r} in quantize_model)"
+            )
+        package = module.partition(".")[0]
         if not parameter.is_meta:
             return package == "accelerate"
         return package in ("accelerate", "torch", "qgemm") or "_hf_hook" not in vars(self)
@@ -131,27 +142,6 @@ class QuantLayer(nn.Module):
         super().__setattr__(name, value)
         if self.merged is not None and name in self._parameters:
             self.merged.let_go()
-
-    def __delattr__(self, name: str) -> None:
-        """As in ``nn.Module``; raises ``RuntimeError`` for quantized values, which a parametrization would replace."""
-        if name in self._parameters:
-            self._check_may_replace(name)
-        super().__delattr__(name)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in ``nn.Module``; raises ``RuntimeError`` where quantized values would be pruned."""
-        if name.endswith("_orig"):  # as torch.nn.utils.prune calls what it prunes
-            self._check_may_replace(name.removesuffix("_orig"))
-        super().register_parameter(name, param)
-
-    def _check_may_replace(self, name: str) -> None:
-        if name in type(self).weight_names:
-            layer = self.layer_name
-            raise RuntimeError(
-                f"{layer or 'a layer'} is quantized: its weight can't be parametrized or pruned. Do that to the float "
-                "layer, and make it permanent (remove_parametrizations, prune.remove) before you quantize; or leave "
-                f"the layer in float (skip={layer or 'its name'!r} in quantize_model)"
-            )
 
     def stored(self, name: str) -> Any:
         """A parameter itself, with its stored values."""

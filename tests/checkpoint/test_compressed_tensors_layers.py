@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -366,13 +367,14 @@ def test_zero_points_with_a_byte_each(stored_as: str, tmp_path: Path) -> None:
         tensors = {"weight": torch.zeros(8, 128, dtype=torch.int8), "weight_scale": tensors["weight_scale"]}
     group = {"group_0": group_of(stored_as, weights(4, "channel", symmetric=False))}
     for scale in (torch.full((8, 1), 0.5), torch.full((8,), 0.5), torch.tensor([0.5])):
-        for zero_point in (torch.full((8, 1), -3), torch.full((8,), -3), torch.tensor([-3])):
+        for zero_point in (torch.full((8, 1), -8), torch.full((8,), 8), torch.tensor([-3])):
             own = {**tensors, "weight_scale": scale, "weight_zero_point": zero_point.to(torch.int8)}
             if len(scale) == 1:
                 group["group_0"]["weights"] = weights(4, "tensor", symmetric=False)
             write(tmp_path, {"0": own}, group)
             (layer,) = qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
-            assert torch.equal(layer.dequantize(torch.float32).weight, torch.full((8, 128), 1.5))
+            wanted = torch.full((8, 128), -0.5 * int(zero_point.flatten()[0]))
+            assert torch.equal(layer.dequantize(torch.float32).weight, wanted)
     write(tmp_path, {"0": {**own, "weight_zero_point": torch.tensor([9], dtype=torch.int8)}}, group)
     with pytest.raises(CheckpointError, match="zero points go from 9 to 9; those of 4 bits are from -8 to 8"):
         qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
@@ -392,11 +394,11 @@ def test_values_beyond_four_bits_are_refused(tmp_path: Path) -> None:
 
 
 def test_one_scale_for_a_tensor_and_scales_of_any_float_dtype(tmp_path: Path) -> None:
-    group = {"group_0": group_of("pack-quantized", weights(4, "tensor"))}
-    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float32):
-        tensors = {**packed_layer(size=128), "weight_scale": torch.tensor([0.25], dtype=dtype)}
+    float_dtypes = (torch.float64, torch.float16, torch.bfloat16, torch.float32)
+    for dtype, (strategy, shape) in product(float_dtypes, (("tensor", (1,)), ("channel", (8, 1)))):
+        tensors = {**packed_layer(size=128), "weight_scale": torch.full(shape, 0.25, dtype=dtype)}
         tensors["weight_packed"] = tensors["weight_packed"] + 1
-        write(tmp_path, {"0": tensors}, group)
+        write(tmp_path, {"0": tensors}, {"group_0": group_of("pack-quantized", weights(4, strategy))})
         (layer,) = qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
         assert layer.weight_scale.dtype == (torch.float32 if dtype == torch.float64 else dtype)
         assert torch.equal(layer.dequantize(torch.float32).weight[:, :8], torch.eye(8)[:1].expand(8, -1) / 4)

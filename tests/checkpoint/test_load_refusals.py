@@ -302,9 +302,10 @@ UNREAD_WITH_MODEL = {
 
 def test_static_scale_is_checked(tmp_path: Path) -> None:
     save_quantized(swap_linears(tiny_llama(), "int8-static"), tmp_path)
-    rewrite(tmp_path, "model.safetensors", lambda t: t.update({f"{UP}.input_scale": torch.tensor(float("nan"))}))
-    with pytest.raises(CheckpointError, match=rf"{UP}\.input_scale is not finite"):
-        load_quantized(tmp_path)
+    for scale in (torch.nan, torch.inf, 0.0, -1.0):
+        rewrite(tmp_path, "model.safetensors", lambda t, s=scale: t.update({f"{UP}.input_scale": torch.tensor(s)}))
+        with pytest.raises(CheckpointError, match=rf"{UP}\.input_scale is not finite"):
+            load_quantized(tmp_path)
 
 
 LARGEST = 2**63 - 1

@@ -329,7 +329,8 @@ def test_device(llama_folder: Path, device: torch.device) -> None:
 
 def test_device_of_what_no_file_holds(device: torch.device, tmp_path: Path) -> None:
     save_quantized(quantized_net(), tmp_path)
-    assert load_quantized(tmp_path, device, model=Net).order.device == device
+    loaded: Net = load_quantized(tmp_path, device, model=Net)  # of the type that was passed
+    assert loaded.order.device == device
 
 
 def test_a_cache_that_grew(tmp_path: Path) -> None:

@@ -45,10 +45,11 @@ E4M3 = torch.ones(32, 64).to(torch.float8_e4m3fn)
 
 
 def load(folder: Path, tensors: dict[str, Tensor], algorithm: str = "FP8", **others: Any) -> Any:
-    save_file({f"0.{leaf}": tensor for leaf, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({f"0.0.0.{leaf}": tensor for leaf, tensor in tensors.items()}, folder / "model.safetensors")
     quantization = {"quant_method": "modelopt", "quant_algo": algorithm, **others}
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
-    return qgemm.load_quantized(folder, model=lambda: nn.Sequential(nn.Linear(64, 32, bias=False)))[0]
+    model: Any = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(64, 32, bias=False))))
+    return qgemm.load_quantized(folder, model=model)[0][0][0]
 
 
 @pytest.mark.parametrize(
@@ -66,11 +67,12 @@ def test_layers_in_fp8(scales: dict[str, Tensor], algorithm: str, scheme: str, t
     assert torch.equal(layer.dequantize(torch.float32).weight, torch.full((32, 64), 0.5))
 
 
-@pytest.mark.parametrize("name", ["0", "*", "0*"])
+@pytest.mark.parametrize("name", ["0.0.0", "0.0", "0", "*", "0*"])  # its own, of modules that contain it, patterns
 @pytest.mark.parametrize("method", ["modelopt", "modelopt_mixed"])
 def test_the_algorithm_of_a_layer(method: str, name: str, tmp_path: Path) -> None:
     tensors = {"weight": E4M3, "weight_scale": torch.full((32,), 0.5)}
-    others = {each: {"quant_algo": "NVFP4"} for each in ("1", "1*")}
+    outer, _, _ = name.rpartition(".")
+    others = {each: {"quant_algo": "NVFP4"} for each in ("1", "1*", outer)}
     named = {**others, name: {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
     layer = load(tmp_path, tensors, "MIXED_PRECISION", quantized_layers=named, quant_method=method)
     assert layer.scheme.name == "fp8"
@@ -111,7 +113,7 @@ def test_a_key_value_cache_is_left_to_the_cache(tmp_path: Path) -> None:
     for name, shape in (("k_scale", ()), ("v_scale", (2, 1, 1)), ("k_proj.output_scale", (1,))):
         with pytest.warns(UserWarning, match="its scales of keys and values are not used"):
             load(tmp_path, {**tensors, name: torch.ones(shape)})
-    with pytest.raises(CheckpointError, match=r"tensors that the model doesn't have: 0.k_scale"):
+    with pytest.raises(CheckpointError, match=r"tensors that the model doesn't have: 0.0.0.k_scale"):
         load(tmp_path, {**tensors, "k_scale": torch.ones(2, 2)})
 
 

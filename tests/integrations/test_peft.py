@@ -354,6 +354,26 @@ def test_an_adapter_is_merged_into_the_dequantized_model() -> None:
     torch.testing.assert_close(logits(merged), before, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("targets", [["in_proj"], ["out_proj"], ["in_proj", "out_proj"], ["fc1"]])
+def test_an_adapter_on_the_attention_of_pytorch_is_merged_too(targets: list[str]) -> None:
+    example = FAMILIES["siglip_vision"]()
+    names = list(example.model.state_dict())
+    model: Any = get_peft_model(qgemm.quantize_model(example.model, "int8-weight"), LoraConfig(target_modules=targets))
+    fill(model).eval()
+
+    def pooled(model: Any) -> Tensor:
+        with torch.no_grad():
+            return model(**example.inputs).pooler_output
+
+    before = pooled(model)
+    model.dequantize()
+    torch.testing.assert_close(pooled(model), before, rtol=1e-4, atol=1e-4)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(pooled(merged), before, rtol=1e-4, atol=1e-4)
+    assert type(merged.head.attention) is nn.MultiheadAttention
+    assert list(merged.state_dict()) == names
+
+
 def test_a_layer_under_an_adapter_stays_in_float() -> None:
     # PEFT's own layer would add to the int8 values when it merges.
     model: Any = fill(get_peft_model(FAMILIES["llama"]().model, lora(modules_to_save=["lm_head"])))

@@ -264,6 +264,21 @@ def test_config_shows_and_copies() -> None:
         qgemm.QGemmConfig("int9")
 
 
+def test_a_call_may_ask_for_the_config_of_the_decoder() -> None:
+    # As encoder-decoders do when they make a cache.
+    model: Any = qgemm.quantize_model(FAMILIES["whisper"]().model)
+
+    def add_layers(x: torch.Tensor) -> torch.Tensor:
+        return x + model.config.get_text_config(decoder=True).num_hidden_layers
+
+    compiled = torch.compile(add_layers, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)).item() == model.config.decoder_layers
+    stored = model.config.quantization_config
+    copied = copy.deepcopy(model.config).quantization_config
+    assert copied is not stored
+    assert copied.to_dict() == stored.to_dict() == stored.manifest.to_dict()
+
+
 def test_config_of_schemes_by_pattern() -> None:
     config = qgemm.QGemmConfig({"z.*": "int4", re.compile("^b"): None, "*": "int8"}, skip=re.compile("c"))
     # transformers sorts the keys of what it writes: the order of patterns counts.

@@ -79,7 +79,7 @@ def test_no_shard_and_a_pipe_as_one(quantized: bool, llama_folder: Path, tmp_pat
     (load_int8 if quantized else load)(llama_folder).save_pretrained(tmp_path / "shards", max_shard_size="30KB")
     shard = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
     shard.unlink()
-    with pytest.raises(qgemm.CheckpointError, match=f"{shard.name} can't be read: .*No such file"):
+    with pytest.raises(qgemm.CheckpointError, match=f"{shard.name} can't be read: No such file[a-z ]*$"):
         (load if quantized else load_int8)(tmp_path / "shards")
     os.mkfifo(shard)
     with pytest.raises(qgemm.CheckpointError, match=f"{shard.name} is a pipe; only regular files are read"):

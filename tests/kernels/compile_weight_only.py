@@ -20,6 +20,11 @@ def weight_only_cases() -> Iterator[Case]:
     yield Case(
         "weight_only few-floats wide", lambda: multiply(16, 4096, "int4", 16, torch.float32, BF16, torch.float32, 57344)
     )
+    # Of a row: three programs on an SM, and small ones.
+    for N in (6144, 28672):
+        for group in (128, 32):
+            label = f"weight_only one int4 groups of {group} {N}"
+            yield Case(label, lambda n=N, g=group: multiply(1, 4096, "int4", g, BF16, BF16, False, n))
     for label, M, K, format, group, scale, dtype, zeros in (
         ("few int4", 8, 4096, "int4", 128, BF16, BF16, True),
         ("few int8", 16, 4096, "int8", 4096, BF16, BF16, False),

@@ -9,7 +9,9 @@ import torch
 
 from qgemm.kernels import GemmConfig, checks, dispatch
 from qgemm.kernels.norms import Norm
-from qgemm.numerics.formats import INT8
+from qgemm.kernels.scaled_weight import ScaledWeight
+from qgemm.kernels.weight_only.dispatch import weight_only_linear
+from qgemm.numerics.formats import FP8, INT8
 from qgemm.ops import linear
 
 F32, F16, BF16, I8, F64 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float64
@@ -255,7 +257,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         "a is torch.float32; it must be one of int8, float8_e4m3fn (quantize_rows makes it)",
     ),
-    (lambda: scaled_mm(b=ones(4, 5, dtype=F32)), TypeError, "b is torch.float32; it must be torch.int8"),
+    (
+        lambda: scaled_mm(b=ones(4, 5, dtype=F32).to(FP8.storage)),
+        TypeError,
+        "b is torch.float8_e4m3fn; it must be torch.int8",
+    ),
     (lambda: scaled_mm(a_scale=0.5), TypeError, "a_scale is a float; it must be a float32 tensor: torch.tensor(0.5)"),
     (lambda: scaled_mm(b_scale=ones(5, dtype=F16)), TypeError, "b_scale is torch.float16; scales are torch.float32"),
     (lambda: scaled_mm(a_scale=ones(5, dtype=F32)), ValueError, "a_scale is [5]; it must be [3] or a single number"),
@@ -268,10 +274,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "bias is [3]; it must be [5], one value per output column",
     ),
-    (lambda: scaled_mm(bias=ones(1, 5, dtype=F32)), ValueError, "bias is [1, 5]; it must be [5]"),
+    (lambda: scaled_mm(bias=ones(5, 1, dtype=F32)), ValueError, "bias is [5, 1]; it must be [5]"),
     (lambda: scaled_mm(bias=ones(1, dtype=F32)), ValueError, "bias is [1]; it must be [5]"),
-    (lambda: scaled_mm(b_scale=ones(5, dtype=F32, device="meta")), ValueError, "a is on cpu but b_scale is on meta"),
-    (lambda: scaled_mm(bias=ones(5, dtype=F32, device="meta")), ValueError, "a is on cpu but bias is on meta"),
     (
         lambda: scaled_mm(out_dtype=I8),
         TypeError,
@@ -314,7 +318,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: quant_linear(weight_scale=ones(4, dtype=F32)), ValueError, "weight_scale is [4]; it must be [5]"),
     (lambda: quant_linear(weight_scale=ones(5, dtype=BF16)), TypeError, "weight_scale is torch.bfloat16; scales are"),
     (lambda: quant_linear(bias=ones(4, dtype=F32)), ValueError, "bias is [4]; it must be [5]"),
-    (lambda: quant_linear(weight=ones(5, 4, device="meta")), ValueError, "x is on cpu but weight is on meta"),
     (lambda: quant_linear(input_scale=ones(3, dtype=F32)), ValueError, "scale is torch.float32 [3]; a static scale is"),
 ]
 
@@ -323,6 +326,46 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_refused(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call()
+
+
+def weight_only(**given: Any) -> torch.Tensor:
+    """Of an int4 weight, or if there is a global scale of nvfp4."""
+    x, residual = given.pop("x"), given.pop("residual")
+    K, form, step = x.shape[1], "fp4" if "global_scale" in given else "int4", given.pop("step", None)
+    weight = ScaledWeight(**{name: given.get(name) for name in ScaledWeight._fields})
+    weight = weight._replace(in_features=K, format=form, group_size=16, int8_activations=step is not None, step=step)
+    return weight_only_linear(x, weight, residual)
+
+
+VECTOR, ROWS, OUT = ones(4, dtype=F32), ones(3, 4, dtype=F32), ones(3, 5, dtype=F32)
+LINEAR = {"x": ROWS, "weight": ones(5, 4), "weight_scale": ones(5, dtype=F32), "bias": ones(5, dtype=F32)}
+PACKED = {"x": ROWS, "values": ones(5, 128, dtype=torch.uint8), "scale": ones(5, 1, dtype=F32), "residual": OUT}
+TAKEN: dict[str, tuple[Callable[..., Any], dict[str, torch.Tensor]]] = {
+    "scaled_mm": (scaled_mm, {"a": ones(3, 4), "b": ones(4, 5), "a_scale": ones(3, dtype=F32),
+                              "b_scale": ones(5, dtype=F32), "bias": ones(5, dtype=F32), "residual": OUT}),
+    "matmul": (matmul, {"a": ROWS, "b": ones(4, 5, dtype=F32), "bias": ones(5, dtype=F32)}),
+    "multiply": (multiply, {"q": ones(3, 4), "row_scale": ones(3, dtype=F32), "weight": ones(5, 4),
+                            "weight_scale": ones(5, dtype=F32), "bias": VECTOR.new_ones(5), "residual": OUT.to(BF16)}),
+    "quant_linear": (quant_linear, {**LINEAR, "input_scale": torch.tensor(1.0), "residual": OUT}),
+    "block_scaled_linear": (dispatch.block_scaled_linear, {**LINEAR, "weight": LINEAR["weight"].to(FP8.storage),
+                                                           "weight_scale": ones(1, 1, dtype=F32), "residual": OUT}),
+    "add_norm_quantize": (add_norm_quantize, {"x": ROWS, "residual": ROWS, "branch_weight": VECTOR, "weight": VECTOR}),
+    "layer norm": (norm_quantize, {"x": ROWS, "weight": VECTOR, "bias": VECTOR, "input_scale": torch.tensor(1.0)}),
+    "int4": (weight_only, {**PACKED, "zero_point": ones(5, 1), "input_order": torch.arange(4, dtype=torch.int32),
+                           "bias": ones(5, dtype=F32)}),
+    "int4-int8": (weight_only, {**PACKED, "step": ones(5, dtype=F32)}),
+    "nvfp4": (weight_only, {**PACKED, "scale": PACKED["scale"].to(FP8.storage), "global_scale": ones(2, dtype=F32)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_tensors_are_on_one_device(case: str) -> None:
+    call, taken = TAKEN[case]
+    options = {"norm": Norm("layer")} if case == "layer norm" else {}
+    call(**taken, **options)
+    for name, tensor in taken.items():
+        with pytest.raises(ValueError, match=r" is on (cpu|meta) but \w+ is on (cpu|meta): move them to one device$"):
+            call(**{**taken, name: tensor.to("meta")}, **options)
 
 
 def test_what_is_refused_when_changed_is_taken_otherwise() -> None:

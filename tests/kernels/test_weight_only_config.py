@@ -8,7 +8,6 @@ import pytest
 
 from qgemm.kernels.stored_form import BLOCK_BYTES, Precision, StoredForm
 from qgemm.kernels.weight_only.config import (
-    FEW_ROWS_OF_ZEROS,
     MAX_COUNTS,
     MAX_PARTS,
     TILE_ROWS,
@@ -17,10 +16,10 @@ from qgemm.kernels.weight_only.config import (
     fits_ring,
     most_rows,
     prefers_tiles,
-    select_few_rows,
     select_ring,
     select_tiles,
 )
+from qgemm.kernels.weight_only.few_rows_config import ROOMY, select_few_rows
 from qgemm.numerics.integers import cdiv, next_power_of_2
 from tests.kernels.devices import H200
 
@@ -68,7 +67,7 @@ def test_tiles_for_17_to_32_rows_of_int4(N: int, K: int, faster: bool) -> None:
 
 def test_the_ring_of_float_zero_points() -> None:
     floats = replace(INT4, has_zeros=True, float_zeros=True)
-    assert select_few_rows(16, 57344, replace(floats, group=64), H200) == FEW_ROWS_OF_ZEROS
+    assert select_few_rows(16, 57344, replace(floats, group=64), H200) == ROOMY[16]
     assert fits_ring(16, 4096, floats)
     assert not fits_ring(17, 4096, floats)
     assert fits_ring(32, 4096, replace(INT8, has_zeros=True, float_zeros=True))
@@ -158,6 +157,46 @@ def test_small_groups_and_parts_of_blocks_have_no_ring() -> None:
     assert not fits_ring(16, 4096, StoredForm("fp4", 32))
     assert not fits_ring(16, 4096 + 128, INT4)
     assert fits_ring(16, 4096 + 128, INT8)
+
+
+# In microseconds, of one H200: by the warps that share K, the rows of the weight, the slots and the warps of a program.
+GROUPS_OF_32 = StoredForm("int4", 32, whole=True)
+Q4_K = replace(GROUPS_OF_32, has_zeros=True, float_zeros=True)
+Q8_0, Q5_K = StoredForm("int8", 32, whole=True), StoredForm("int8", 32, True, True, whole=True)
+TIMED_FEW_ROWS = [
+    (1, 4096, INT4, {(8, 16, 2, 8): 3.9, (8, 16, 3, 8): 4.8, (4, 16, 4, 4): 6.7}),
+    (1, 6144, INT4, {(8, 16, 2, 8): 5.1, (4, 32, 2, 8): 5.5, (4, 16, 3, 4): 6.8}),
+    (1, 8192, INT4, {(4, 32, 2, 8): 6.0, (4, 16, 3, 4): 6.9, (8, 16, 2, 8): 7.6}),
+    (1, 14336, INT4, {(4, 16, 3, 4): 10.0, (2, 16, 3, 2): 11.2, (4, 32, 2, 8): 11.3}),
+    (1, 28672, INT4, {(2, 16, 3, 2): 16.7, (4, 16, 3, 4): 18.7, (4, 16, 4, 4): 19.9}),
+    (1, 4096, GROUPS_OF_32, {(8, 16, 2, 8): 4.3, (8, 16, 3, 8): 5.3, (4, 16, 3, 4): 7.6}),
+    (1, 28672, GROUPS_OF_32, {(2, 16, 4, 2): 18.9, (2, 16, 3, 2): 19.3, (4, 16, 3, 4): 23.0}),
+    (8, 4096, GROUPS_OF_32, {(8, 16, 2, 8): 5.2, (4, 16, 3, 4): 6.1, (4, 32, 2, 8): 7.0}),
+    (8, 4096, Q4_K, {(4, 16, 3, 4): 6.1, (4, 16, 2, 4): 8.2}),
+    (8, 28672, Q4_K, {(4, 16, 2, 4): 31.0, (4, 32, 2, 8): 31.6, (2, 32, 4, 4): 40.7}),
+    (8, 8192, Q8_0, {(4, 16, 3, 4): 10.3, (4, 32, 3, 8): 12.1, (8, 16, 3, 8): 12.8}),
+    (16, 28672, Q5_K, {(4, 32, 2, 8): 53.4, (8, 16, 2, 8): 58.1, (4, 16, 4, 4): 66.5}),
+]
+
+
+@pytest.mark.parametrize(("M", "N", "form", "times"), TIMED_FEW_ROWS)
+def test_the_tile_of_few_rows_that_is_chosen_is_the_fastest(
+    M: int, N: int, form: StoredForm, times: dict[tuple[int, ...], float]
+) -> None:
+    tile = select_few_rows(M, N, form, H200)
+    assert (tile.splits, tile.rows, tile.depth, tile.warps) == min(times, key=times.__getitem__)
+
+
+def test_three_programs_of_a_row_fit_an_sm() -> None:
+    """So all programs of a weight of 6144 rows are there at once."""
+    for form in (INT4, GROUPS_OF_32, StoredForm("fp4", 32, whole=True)):
+        tile = select_few_rows(1, 6144, form, H200)
+        assert cdiv(6144, tile.rows) <= 3 * H200.num_sms
+        assert tile.registers is not None
+        assert 3 * tile.warps * 32 * tile.registers <= 65_536
+    # Where each group has an addend too, or groups are of 16, the registers wouldn't hold them.
+    for form in (Q4_K, replace(GROUPS_OF_32, has_zeros=True), StoredForm("fp4", 16, whole=True)):
+        assert select_few_rows(1, 6144, form, H200) == ROOMY[1]
 
 
 def test_the_shorter_the_weight_the_more_warps_share_its_rows() -> None:

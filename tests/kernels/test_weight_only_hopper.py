@@ -67,7 +67,10 @@ def test_products(dtype: torch.dtype, M: int, kind: str, device: torch.device) -
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, size, _) in KINDS.items() if size >= 128])
 @pytest.mark.parametrize("M", [1, 7, 16, 30])
-@pytest.mark.parametrize(("N", "K"), [(200, 256), (520, 2304), (8200, 1280), (17000, 768), (3300, 7168), (4096, 4096)])
+@pytest.mark.parametrize(
+    ("N", "K"),
+    [(200, 256), (520, 2304), (6008, 1536), (8200, 1280), (12000, 512), (17000, 768), (3300, 7168), (4096, 4096)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_rows_of_whole_blocks(dtype: torch.dtype, N: int, K: int, M: int, kind: str, device: torch.device) -> None:
     """Programs with one tile, with several and with parts of some; steps with fewer blocks than warps."""
@@ -77,7 +80,7 @@ def test_few_rows_of_whole_blocks(dtype: torch.dtype, N: int, K: int, M: int, ki
 
 @pytest.mark.parametrize("kind", SMALL_GROUPS)
 @pytest.mark.parametrize("M", [1, 7, 16])
-@pytest.mark.parametrize(("N", "K"), [(200, 256), (1003, 2304), (4200, 7168), (17000, 768)])
+@pytest.mark.parametrize(("N", "K"), [(200, 256), (1003, 2304), (4200, 7168), (6003, 1536), (9000, 768), (17000, 768)])
 def test_few_rows_by_groups(N: int, K: int, M: int, kind: str, device: torch.device) -> None:
     """Rows of whole blocks, whose scales are copied with them; steps with fewer blocks than warps."""
     skip_elsewhere(device)

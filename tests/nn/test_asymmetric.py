@@ -79,6 +79,12 @@ def test_the_float_layer_has_its_bias_back(dtype: torch.dtype) -> None:
     assert AsymmetricLinear.from_linear(nn.Linear(200, 40, bias=False), SCHEME, (0.02, 3)).dequantize().bias is None
 
 
+def test_from_linear_on_meta() -> None:
+    layer = AsymmetricLinear.from_linear(nn.Linear(200, 40, device="meta"), SCHEME, (0.02, -100))
+    assert all(p.is_meta for p in layer.parameters())
+    assert layer(torch.empty(3, 200, device="meta")).shape == (3, 40)
+
+
 def test_zeros_are_exact() -> None:
     # A padded row must not differ from one of zeros in the float layer.
     layer = AsymmetricLinear.from_linear(nn.Linear(200, 40, bias=False), SCHEME, (0.02, -100))

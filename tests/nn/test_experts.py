@@ -342,8 +342,8 @@ def with_its_own_forward(module: Any) -> Any:
     return module
 
 
-def with_other_shapes(module: Any) -> Any:
-    module.down_proj = nn.Parameter(torch.zeros(E, HIDDEN, INTERMEDIATE + 1))
+def with_down_proj(module: Any, *shape: int) -> Any:
+    module.down_proj = nn.Parameter(torch.zeros(E, *shape))
     return module
 
 
@@ -357,7 +357,8 @@ def with_other_shapes(module: Any) -> Any:
         (with_a_norm, "it holds tensors that experts don't have (post_expert_norm.bias, post_expert_norm.weight)"),
         (with_a_norm_without_weights, "it has a norm after each expert"),
         (with_its_own_forward, "its layout of experts isn't one that qgemm knows"),
-        (with_other_shapes, "the shapes of its weights don't match"),
+        (lambda module: with_down_proj(module, HIDDEN, INTERMEDIATE + 1), "the shapes of its weights don't match"),
+        (lambda module: with_down_proj(module, HIDDEN + 1, INTERMEDIATE), "the shapes of its weights don't match"),
         (lambda module: nn.Linear(4, 4), "its layout of experts isn't one that qgemm knows"),
     ],
 )

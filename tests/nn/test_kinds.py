@@ -160,6 +160,15 @@ def test_a_decided_weight_is_checked(scheme: str, spoil: Callable[..., Any], mes
         quantized_layer(linear, scheme, spoil(*decided_weight(linear, scheme)))
 
 
+@pytest.mark.parametrize("scheme", ["int4", "int4-32", "int4-32-asymmetric", "mxfp4", "nvfp4"])
+def test_a_decided_weight_has_scales_as_they_are_stored(scheme: str) -> None:
+    linear = nn.Linear(K, N)
+    values, scale, *zeros = decided_weight(linear, scheme)
+    scale[3, 0] *= 1.01
+    with pytest.raises(ValueError, match=f"weight's scale isn't {resolve_scheme(scheme).weight.scale_dtype} everywher"):
+        quantized_layer(linear, scheme, (values, scale, *zeros))
+
+
 def beyond(values: Tensor) -> Tensor:
     """Such as no format has."""
     if values.is_floating_point():

@@ -75,6 +75,9 @@ def test_a_read_raises_and_names_the_layer(how: str, scheme: str, device: torch.
 
 REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "parametrized": lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity()),
+    "divided by its norm": nn.utils.parametrizations.spectral_norm,
+    "made orthogonal": nn.utils.parametrizations.orthogonal,
+    "split into length and direction": nn.utils.parametrizations.weight_norm,
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
     "pruned by its structure": lambda layer: prune.ln_structured(layer, "weight", amount=0.5, n=2, dim=0),
 }
@@ -92,11 +95,6 @@ def test_a_weight_is_not_replaced_by_one_that_is_computed(how: str, scheme: str)
     assert list(vars(layer)) == attributes
     prune.random_unstructured(layer, "bias", amount=0.5)
     assert (layer(x) != wanted).any()
-
-
-def test_weight_norm_needs_floats(layer: QuantLinear) -> None:
-    with pytest.raises(RuntimeError, match="is quantized: its weight is stored as int8"):
-        nn.utils.parametrizations.weight_norm(layer)
 
 
 def test_the_way_out_of_the_error() -> None:

@@ -70,8 +70,22 @@ class QGemmConfig(QuantizationConfigMixin):
             wanted.check_folds_no_bias(
                 "as weights are read: pass batches as calibration; the model is then loaded in float first"
             )
-        self.manifest: Manifest | None = None
+        self.manifest = None
         self.foreign = False
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """How each layer was quantized; None before. It isn't changed any more."""
+        return self._manifest
+
+    @manifest.setter
+    def manifest(self, manifest: Manifest | None) -> None:
+        # Encoder-decoders copy their config, and ask for its values, in every call that makes a cache.
+        self._manifest, self._values = manifest, None if manifest is None else manifest.to_dict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QGemmConfig:
+        """A config with attributes of its own; their values are shared, because nothing changes them."""
+        return copy.copy(self)
 
     @property
     def loads_float(self) -> bool:
@@ -134,8 +148,8 @@ class QGemmConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values: the ``manifest``'s if there is one; otherwise the arguments, without ``calibration``."""
-        if self.manifest is not None:
-            return self.manifest.to_dict()
+        if self._values is not None:
+            return {**self._values}
         return {"quant_method": QUANT_METHOD, **self.quantization.to_dict()}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ operand bytes at the cache's. A problem takes as many waves as its tiles need, a
 memory's bandwidth. Nothing is timed at run time, so the answer is always the same. ``scaled_mm(..., config=...)`` and
 the functions like it accept any other ``GemmConfig``.
 
-The constants are cycles, and bytes per cycle of one SM, fitted on an H200 (docs/performance.md). Only their ratios
+The constants are cycles, and bytes per cycle of one SM, fitted on an H200 (docs/performance/int8.md). Only their ratios
 matter, so other devices get a sensible, if less exact, answer.
 """
 

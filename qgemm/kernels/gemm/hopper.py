@@ -69,8 +69,8 @@ def columns_at_a_time(config: GemmConfig, M: int, N: int, K: int, limits: Device
 
     Consecutive programs start near one another, about 16 of them on SMs that share their path to the L2 cache, and the
     cache serves their requests for the same rows together. With 4 columns at a time those 16 have 4 x 4 tiles instead
-    of 8 x 2, which leaves power to multiply (docs/performance.md). That requires that all programs start in order, so
-    they don't start before the preceding kernel in the stream has ended.
+    of 8 x 2, which leaves power to multiply (docs/performance/int8.md). That requires that all programs start in order,
+    so they don't start before the preceding kernel in the stream has ended.
     """
     largest = (config.block_m == 256 or config.groups > 1) and cluster(config, M, N, limits) == 1
     return COLUMNS_OF_LONG_PRODUCTS if largest and M * N * K > MIN_LONG_PRODUCT_MACS else 1
@@ -95,7 +95,7 @@ def starts_next_early(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
     """Whether the next kernel may start as soon as all programs of this one have, to load weights beside them.
 
     The next kernel waits for this one to end before it does anything else. An early start saves time up to 128 rows and
-    costs time at 256 (docs/performance.md). Where programs share an SM, it is always allowed.
+    costs time at 256 (docs/performance/int8.md). Where programs share an SM, it is always allowed.
     """
     return M <= MAX_ROWS_TO_START_NEXT or programs_per_sm(config, 1, limits) > 1
 
@@ -104,8 +104,8 @@ def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
     """How many programs of a product start together, beside one another; 1 if it doesn't matter.
 
     Tiles of the same columns are consecutive and load the same blocks of B. Two to four programs that do so at the same
-    time, near one another, are faster (docs/performance.md). Three or four are used only where each has a single tile,
-    because fewer clusters of that size run at a time.
+    time, near one another, are faster (docs/performance/int8.md). Three or four are used only where each has a single
+    tile, because fewer clusters of that size run at a time.
     """
     rows = cdiv(M, config.block_m)
     single = programs_per_sm(config, 1, limits) == 1 and config.tiles(M, N) <= MAX_SHARE_IN_CLUSTERS * limits.num_sms
@@ -117,9 +117,9 @@ def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
 def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits) -> bool:
     """Whether a product may start before its rows are quantized, so that it loads weights meanwhile.
 
-    That saves time up to 512 rows (docs/performance.md). But its programs then go wherever there is room, one after the
-    other, so programs that load the same blocks of B are far apart unless they are a cluster, and the product may take
-    longer. This matters little in products with few steps, or with large tiles.
+    That saves time up to 512 rows (docs/performance/int8.md). But its programs then go wherever there is room, one
+    after the other, so programs that load the same blocks of B are far apart unless they are a cluster, and the product
+    may take longer. This matters little in products with few steps, or with large tiles.
     """
     if M * K > MAX_VALUES_TO_OVERLAP:
         return False
@@ -235,7 +235,7 @@ def weight_rows_at_a_time(config: GemmConfig, M: int) -> int:
     """How many rows of the weight TMA loads at a time, in a layer that is one launch.
 
     With many at a time, all programs request all of their first weights at once, and what the layer waits for, first
-    its input and then the quantized rows, arrives after them (docs/performance.md).
+    its input and then the quantized rows, arrives after them (docs/performance/int8.md).
     """
     return 8 if M <= MAX_SKINNY_ROWS and len(config.widths) == 1 else config.widths[-1]
 

@@ -8,7 +8,8 @@ there, so there is no mask.
 Programs are persistent. One producer warp keeps TMA loading blocks of A and B into a ring of shared memory. Four or
 eight consumer warps wait for a block, multiply it with ``wgmma`` and release its slot. At the end of a tile they scale
 the sums and TMA stores them, while the producer loads for the next tile. Where two groups of consumer warps take turns,
-the other group multiplies the next tile meanwhile. docs/performance.md says what this reaches, why, and what was tried.
+the other group multiplies the next tile meanwhile. docs/performance/int8.md says what this reaches, why, and what was
+tried.
 
 The tensor cores' own sums of fp8 keep only 14 bits. So they sum over 256 values of K, and the multiplying warps add
 these sums in float32; with a scale for each 128 values, they sum over 128 values and the warps scale the sums before

@@ -9,7 +9,7 @@
   Each block of K is multiplied separately, and its sums are scaled and added in float32.
 
 Most products on Hopper run ``hopper_kernels.py`` instead. With few rows of A, a product is mainly a read of the
-weights, for which one tile per program is faster than persistent programs (docs/performance.md).
+weights, for which one tile per program is faster than persistent programs (docs/performance/int8.md).
 """
 
 import triton

@@ -3,7 +3,8 @@
 Only the device knows how many rows each group has, so the table assumes that rows are spread over the groups at random.
 With few rows, a product is mainly a read of the weights of the groups that have any, and what counts is enough programs
 with enough loads in flight. With more rows, blocks are as high as groups, except in Hopper's kernel, which multiplies
-half of a block of 128 rows where that is enough. docs/performance.md says how close to the best config the choice is.
+half of a block of 128 rows where that is enough. docs/performance/experts.md says how close to the best config the
+choice is.
 """
 
 from collections.abc import Sequence

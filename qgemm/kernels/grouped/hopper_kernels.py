@@ -7,7 +7,7 @@ slot held before. Those rows aren't stored, so parts of A without a row of the t
 64 rows in blocks of 128 multiplies half a block.
 
 TMA stores full tiles. It would overwrite the next group's rows with other tiles, so threads store those, from the same
-staging memory, 16 bytes at a time. docs/performance.md says what this reaches and what was tried.
+staging memory, 16 bytes at a time. docs/performance/experts.md says what this reaches and what was tried.
 """
 
 from triton.experimental import gluon

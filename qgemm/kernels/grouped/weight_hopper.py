@@ -1,6 +1,6 @@
 """Grouped products of many rows with mxfp4 weights on Hopper: the choice of the tile, and launches.
 
-The rules were fitted to measurements on one H200 (docs/performance.md); nothing is timed at run time.
+The rules were fitted to measurements on one H200 (docs/performance/experts.md); nothing is timed at run time.
 """
 
 from __future__ import annotations

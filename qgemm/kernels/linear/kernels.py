@@ -4,7 +4,7 @@
 from ``quantize_row``: the numbers are those of ``_quantize_rows_kernel`` and ``_gemm_kernel``, bit for bit.
 
 A product of one row is mainly a read of the weights, and quantizing a short row takes less time than a launch. So each
-program quantizes the row for itself, into its own memory, and waits for no other (docs/performance.md).
+program quantizes the row for itself, into its own memory, and waits for no other (docs/performance/int8.md).
 """
 
 import triton

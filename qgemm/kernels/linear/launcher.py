@@ -7,7 +7,7 @@ which no tensor is made. Calls of one launch also share the buffer of their stre
 order.
 
 One launch takes the host less time than two, but two overlap on the device: ``hopper.in_one_launch`` decides
-(docs/performance.md has the measurements).
+(docs/performance/int8.md has the measurements).
 """
 
 from __future__ import annotations

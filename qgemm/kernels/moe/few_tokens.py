@@ -1,6 +1,6 @@
 """Few tokens of experts with 4- and 8-bit weights on Hopper: which weights its kernels accept, tiles, launches.
 
-The rules were fitted to measurements on one H200 (docs/performance.md); nothing is timed at run time.
+The rules were fitted to measurements on one H200 (docs/performance/experts.md); nothing is timed at run time.
 """
 
 from __future__ import annotations

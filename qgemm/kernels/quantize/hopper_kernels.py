@@ -1,7 +1,7 @@
 """Row quantization within a product, for Hopper, in Gluon: a product's programs share the rows and wait for each other.
 
-So a layer is one launch (``hopper.in_one_launch`` says when; docs/performance.md says what it saves). The values are
-those of ``_quantize_rows_kernel``, bit for bit. Every row is quantized once, by the warps that multiply later.
+So a layer is one launch (``hopper.in_one_launch`` says when; docs/performance/int8.md says what it saves). The values
+are those of ``_quantize_rows_kernel``, bit for bit. Every row is quantized once, by the warps that multiply later.
 Meanwhile the producer warp fills its ring with weights; then it waits for all rows.
 
 Programs count the finished rows in memory. A program may wait for one that hasn't started: another stream's kernel can

@@ -1,7 +1,7 @@
 """Row quantization, one row per program: ``stages/rows.py`` applied to rows in memory.
 
 A row that fits is read once and kept in registers; a longer row is read twice. Memory is the limit
-(docs/performance.md).
+(docs/performance/rows.md).
 """
 
 import triton

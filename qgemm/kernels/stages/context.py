@@ -6,8 +6,8 @@ int8 products can't overflow it below K = 131,072), ``acc_dtype`` otherwise. fp8
 every step, because Hopper's tensor cores otherwise keep only about 14 bits of an fp8 sum.
 
 Nothing is read beyond A's rows: when M is 1, sixteen copies of one row from every SM would contend for one slice of the
-L2 cache (docs/performance.md). Beyond B's columns, indices wrap around and other columns are read, which costs less
-than a mask. The store masks both.
+L2 cache (docs/performance/int8.md). Beyond B's columns, indices wrap around and other columns are read, which costs
+less than a mask. The store masks both.
 
 The tail of K is padded with zeros, once, after the loop over whole blocks, so that the loop needs no mask.
 """

@@ -1,21 +1,22 @@
 """How a product with a stored 4- or 8-bit weight is computed: the tile shapes of Hopper's kernels.
 
-``select_ring``, ``select_few_rows`` and ``select_tiles`` choose by rules fitted to measurements on H200s
-(docs/performance.md). Nothing is timed at run time, so the same problem always gets the same kernel.
+``select_ring`` and ``select_tiles`` choose by rules fitted to measurements on H200s
+(docs/performance/w4a16_design.md). Nothing is timed at run time, so the same problem always gets the same kernel.
+``few_rows_config`` has the rules of other products of few rows.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.memory import COUNTS_BYTES
 from qgemm.kernels.stored_form import Precision, StoredForm
+from qgemm.kernels.weight_only.few_rows_config import MAX_FEW_ROWS, columns_of
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-MAX_FEW_ROWS = 16
 MAX_RING_ROWS = 32
 TILE_ROWS = 128  # of the weight
 COUNT_BITS = 4  # of the count of programs that have finished their part of a shared tile
@@ -39,25 +40,6 @@ PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
 # several rows of tiles, the same weight.
 SECOND_PART = 1.6
 APART, APART_IN_A_ROW = 1.06, 1.14
-
-
-@dataclass(frozen=True)
-class FewRows:
-    """A tile of a product of up to 16 rows, for ``_few_rows_kernel``."""
-
-    splits: int
-    """The number of warps that share K, block by block in turn."""
-    rows: int
-    """Rows of the weight: 16 or 32 for each of ``warps // splits`` warps."""
-    columns: int
-    """Rows of x: 8 or 16."""
-    depth: int
-    """A warp's slots for blocks of the weight; all but one are being loaded."""
-    warps: int
-    x_rows: int
-    """Rows of x in shared memory: ``columns``, or 1."""
-    registers: int | None = None
-    """The maximum number of registers per thread."""
 
 
 S = TypeVar("S", bound="Shareable")
@@ -119,6 +101,8 @@ class FewRowsRing(Shareable):
     warps: int
     programs: int
     """The number of programs on an SM."""
+    biased: ClassVar[bool] = True
+    """As in ``FewRows``."""
 
     @property
     def registers(self) -> int | None:
@@ -130,31 +114,6 @@ class FewRowsRing(Shareable):
         return cdiv(N, self.rows)
 
 
-# 16 to 24 warps on an SM keep enough of the weight in flight: where the SM has few rows of it, more warps share K. Each
-# program reads all of x; from 9 rows of x on, that is more than 16 rows of the weight, so a program has 32 or 64 of
-# those.
-FEW_ROWS = {
-    (4, 1): (FewRows(8, 16, 8, 3, 8, 1), FewRows(4, 32, 8, 3, 8, 1), FewRows(4, 16, 8, 4, 4, 1)),
-    (4, 8): (FewRows(4, 16, 8, 4, 4, 8), FewRows(4, 32, 8, 2, 8, 8), FewRows(2, 32, 8, 4, 4, 8)),
-    (4, 16): (FewRows(4, 32, 16, 3, 8, 16), FewRows(4, 32, 16, 2, 8, 16, 128), FewRows(2, 32, 16, 2, 4, 16, 128)),
-    (8, 1): (FewRows(8, 16, 8, 4, 8, 1), FewRows(8, 16, 8, 4, 8, 1), FewRows(4, 16, 8, 4, 4, 1)),
-    (8, 8): (FewRows(4, 32, 8, 4, 8, 8), FewRows(4, 32, 8, 4, 8, 8), FewRows(4, 32, 8, 3, 8, 8)),
-    (8, 16): (FewRows(4, 32, 16, 4, 8, 16), FewRows(4, 32, 16, 3, 8, 16), FewRows(2, 64, 16, 4, 8, 16)),
-}
-"""By the weight's bits and the maximum number of rows of x: the tiles of weights with up to 2 and up to 4 times 16 rows
-for each SM, and of weights with more.
-"""
-BY_GROUPS = {
-    (4, 1): (FewRows(4, 16, 8, 3, 4, 1),) * 3,
-    (4, 8): (FewRows(4, 16, 8, 3, 4, 8), FewRows(4, 16, 8, 3, 4, 8), FewRows(2, 32, 8, 4, 4, 8)),
-    (4, 16): (FewRows(4, 32, 16, 3, 8, 16), FewRows(4, 32, 16, 2, 8, 16, 128), FewRows(2, 32, 16, 2, 4, 16, 128)),
-    (8, 1): (FewRows(8, 16, 8, 3, 8, 1),) * 3,
-    (8, 8): (FewRows(8, 16, 8, 3, 8, 8),) * 3,
-    (8, 16): (FewRows(4, 16, 16, 4, 4, 16),) * 3,
-}
-"""The same for products that are scaled group by group."""
-FEW_ROWS_OF_ZEROS = FewRows(2, 32, 16, 2, 4, 16, 168)
-"""In place of a tile with fewer registers, for small groups with zero points: a factor and an addend for each."""
 # The slots fill shared memory, except for 4 to 32 KB in which warps exchange sums.
 RING = {
     (4, 8): (
@@ -274,11 +233,6 @@ def fits_ring(M: int, K: int, form: StoredForm) -> bool:
     return M <= MAX_RING_ROWS and K % form.block == 0 and not form.has_small_groups and (M > 1 or form.bits == 8)
 
 
-def _columns(M: int) -> int:
-    """The columns of the smallest tile for ``M`` rows; 1 for a single one."""
-    return 1 if M == 1 else next_power_of_2(max(M, 8))
-
-
 def select_ring(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> FewRowsRing:
     """The tiles of a product that ``fits_ring``: the fastest by ``_ring_microseconds``."""
     return _best_ring(M, N, K, form, limits)[1]
@@ -298,7 +252,7 @@ def prefers_tiles(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits
 def _best_ring(M: int, N: int, K: int, form: StoredForm, limits: DeviceLimits) -> tuple[float, FewRowsRing]:
     blocks = K // form.block
     candidates: list[tuple[float, FewRowsRing]] = []
-    for one, step in RING[form.bits, _columns(M)]:
+    for one, step in RING[form.bits, columns_of(M)]:
         programs = one.programs * limits.num_sms
         ways = one.shared_by(one.tiles(N) % programs, programs, cdiv(blocks, one.splits))
         candidates += [(_ring_microseconds(way, step, N, blocks, form.bits, limits), way) for way in (one, *ways)]
@@ -321,14 +275,6 @@ def _ring_microseconds(tile: FewRowsRing, step: float, N: int, blocks: int, bits
         time += RING_HANDOVER + (tile.parts - 1) * tile.rows * tile.columns * RING_PARTIAL_SUM
         time += tiles(cdiv(tile.shared * steps, tile.sharers), tile.sharers)
     return time
-
-
-def select_few_rows(M: int, N: int, form: StoredForm, limits: DeviceLimits) -> FewRows:
-    """The tiles of a product of up to ``MAX_FEW_ROWS`` rows that doesn't fit the ring."""
-    width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
-    tile = (BY_GROUPS if form.by_groups else FEW_ROWS)[form.bits, _columns(M)][width]
-    bounded = tile.registers is not None and form.has_small_groups
-    return FEW_ROWS_OF_ZEROS if bounded and (form.float_zeros or (form.has_zeros and form.by_groups)) else tile
 
 
 def most_rows(form: StoredForm, precision: Precision) -> float:

@@ -36,7 +36,7 @@ def factors_layout(tile, count):
 @constexpr_function
 def is_biased(form, tile, dtype):
     """Whether the offset of low nibbles is left to the product with ones, which is cheaper for few columns."""
-    return form.name == "int4" and dtype == gl.bfloat16 and tile.columns == 8
+    return form.name == "int4" and dtype == gl.bfloat16 and tile.columns == 8 and tile.biased
 
 
 @gluon.jit

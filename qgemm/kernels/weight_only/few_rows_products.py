@@ -241,7 +241,7 @@ def _unpack(
 def is_biased(form, tile, dtype):
     """Whether the offset of low nibbles is subtracted by a product with x, which is cheaper for few columns."""
     plain = form.name == "int4" and not form.scales_values and not form.has_zeros
-    return plain and dtype == gl.bfloat16 and tile.columns == 8
+    return plain and dtype == gl.bfloat16 and tile.columns == 8 and tile.biased
 
 
 @constexpr_function

@@ -7,7 +7,7 @@ K, and the values of x that these blocks are multiplied by. Programs are persist
 arrive while one tile's sums are added up; where the last wave has few tiles, programs share their K (``items``). With
 16 rows, a program reads more of x from shared memory than of the weight, so each warp multiplies what it has read by 32
 rows of the weight. int4 is 2.7 times as fast as bfloat16 with 16 rows and 2.0 times with 32, where ``wgmma`` reaches
-1.9 times (docs/performance.md).
+1.9 times (docs/performance/w4a16_design.md).
 """
 
 from triton.experimental import gluon

@@ -30,18 +30,16 @@ from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.stored_form import BLOCK_BYTES, StoredForm
 from qgemm.kernels.weight_only import kernels
 from qgemm.kernels.weight_only.config import (
-    MAX_FEW_ROWS,
     TILE_ROWS,
-    FewRows,
     FewRowsRing,
     Tiles,
     fits_ring,
     most_rows,
     prefers_tiles,
-    select_few_rows,
     select_ring,
     select_tiles,
 )
+from qgemm.kernels.weight_only.few_rows_config import MAX_FEW_ROWS, FewRows, select_few_rows
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_PLAIN_ROWS = 64  # for more rows, PyTorch's product with a float weight is faster

@@ -7,7 +7,7 @@ A residual is added to the rounded result.
 The operands are swapped: rows of the weight are the rows of a tensor core's instruction, rows of ``x`` its columns. So
 packed weights go from shared memory to registers and become int8 there. A program has 32 or 64 rows of the weight, so
 that every SM gets the same number of them. It uses the smaller tensor-core instructions; each warp has its own part of
-K, and their sums are added at the end of a tile. docs/performance.md says what this reaches and why.
+K, and their sums are added at the end of a tile. docs/performance/w4a8.md says what this reaches and why.
 """
 
 from triton.experimental import gluon

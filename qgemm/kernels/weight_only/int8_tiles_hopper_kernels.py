@@ -7,7 +7,7 @@ multiplies while another unpacks and scales; or two groups have the same rows an
 
 Sums of groups are scaled and added in float32. If scales are multiples of a step, values times their multiple are int8,
 and the sums over whole rows are integers: so tiles can have 256 rows of x, and with 1,024 rows and more a layer is 1.7
-times as fast as bfloat16, where scaled sums reach 1.3 times. docs/performance.md says what this reaches and why.
+times as fast as bfloat16, where scaled sums reach 1.3 times. docs/performance/w4a8.md says what this reaches and why.
 """
 
 from triton.experimental import gluon

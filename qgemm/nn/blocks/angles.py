@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,11 +25,14 @@ def angles_of(module: nn.Module, layer_type: str) -> tuple[Tensor | None, float 
 class FusedAngles:
     """How a rotary embedding computes: ``cos(position * inv_freq) * attention_scaling``, and sines likewise.
 
-    ``layouts``: as in ``dispatch.rotary_angles``, by the type of the layers that they are for; "" stands for all types.
+    - ``layouts``: as in ``dispatch.rotary_angles``, by the type of the layers that they are for; "" stands for all
+      types.
+    - ``own``: the frequencies of an embedding that computes them in every call and doesn't read its buffer, likewise.
     """
 
     module: nn.Module
     layouts: Mapping[str, str]
+    own: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -51,6 +54,8 @@ class FusedAngles:
             return None
         if positions.is_floating_point() or is_exporting():
             return None
+        if (own := self.own.get(layer_type)) is not None:
+            frequencies = self.own[layer_type] = own.to(x.device)
         cos, sin = torch.ops.qgemm.rotary_angles(positions, frequencies, scale, layout, x.dtype)
         return cos, sin
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from families.mixtures import MIXTURES
 from fusion.structures import STRUCTURES
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
@@ -35,6 +36,22 @@ def test_angles_are_one_operator(family: str, layout: str, dtype: torch.dtype) -
     assert all(map(torch.equal, embedding(x, positions.float()), expected))
     unfuse(model)
     assert "forward" not in vars(embedding)
+
+
+@pytest.mark.parametrize("family", ["llama", "phimoe"])
+def test_frequencies_that_are_converted_later(family: str) -> None:
+    model: Any = quantize_model({**FAMILIES, **MIXTURES}[family]().model, fuse=True)
+    embedding = model.model.rotary_emb
+    x, positions = torch.empty(2, 3, 64), torch.tensor([[0, 1, 2], [7, 900, 31_000]])
+    assert _operators(embedding, x, positions) == ["qgemm.rotary_angles.default"]
+    model.bfloat16()
+    found, wanted = embedding(x, positions), type(embedding).forward(embedding, x, positions)
+    assert all(map(torch.equal, found, wanted))
+    assert _operators(embedding, x, positions) == ["qgemm.rotary_angles.default"]
+    # PhiMoE computes them in every call, so the rounded ones in its buffer aren't its own.
+    assert list(vars(embedding)["_qgemm_fused"].own) == ([""] if family == "phimoe" else [])
+    model.float()
+    assert all(map(torch.equal, embedding(x, positions), type(embedding).forward(embedding, x, positions)))
 
 
 def test_an_embedding_may_know_types_of_layers() -> None:

@@ -45,6 +45,7 @@ SHARED = ["quant_linear", "activation_quantize", "multiply", "mm", "sigmoid", "m
         ("lfm2_moe", ["mm", "route", "quant_experts"]),
         ("hunyuan_v1_moe", ["mm", "route", *SHARED[:3], "quant_experts", "add"]),
         ("jamba", ["mm", "route", "quant_experts"]),
+        ("ernie4_5_moe", ["mm", "route", *SHARED[:3], "quant_experts", "add"]),
         ("llama4", ["mm", "route", *SHARED[:3], "mul", "new_ones", "quant_experts", "add"]),
     ],
 )
