@@ -44,20 +44,14 @@ def _problems_of_layer(layer: StoredLayer) -> Iterator[str]:
             if leaf in ("weight_scale", "weight_scale_inv", "SCB", "qzeros"):
                 yield f"{layer.full_name(leaf)} belongs to a weight that is missing or not quantized"
         return
+    found = [leaf for leaf in ("weight_scale", "weight_scale_inv", "SCB") if leaf in tensors]
     if layer.kind == "linear" and layer.storage in ("int8", "fp8") and "weight" in tensors:
-        found = [leaf for leaf in ("weight_scale", "weight_scale_inv", "SCB") if leaf in tensors]
         if layer.storage == "int8" and not layer.scales:
             yield f"{layer.full_name('weight')} is int8 but has no scale"
-        for leaf in found:
-            if not _scale_fits(layer, leaf):
-                yield (
-                    f"{layer.full_name(leaf)} has shape {list(tensors[leaf].shape)}, which doesn't fit a weight of "
-                    f"{list(layer.shape)}"
-                )
+        yield from (_misfit(layer, leaf) for leaf in found if not _scale_fits(layer, leaf))
     elif layer.kind == "linear" and not layer.is_quantized:
-        for leaf in ("weight_scale", "weight_scale_inv", "SCB"):
-            if leaf in tensors:
-                yield f"{layer.full_name(leaf)} belongs to a weight that is {layer.storage}, not quantized"
+        for leaf in found:
+            yield f"{layer.full_name(leaf)} belongs to a weight that is {layer.storage}, not quantized"
     if "qweight" in tensors:
         for leaf in ("scales", "qzeros"):
             if leaf not in tensors:
@@ -67,10 +61,12 @@ def _problems_of_layer(layer: StoredLayer) -> Iterator[str]:
     bias = tensors.get("bias")
     if layer.kind == "linear" and bias is not None and len(layer.shape) == 2:
         if bias.shape != layer.shape[:1]:
-            yield (
-                f"{layer.full_name('bias')} has shape {list(bias.shape)}, which doesn't fit a weight of "
-                f"{list(layer.shape)}"
-            )
+            yield _misfit(layer, "bias")
+
+
+def _misfit(layer: StoredLayer, leaf: str) -> str:
+    shape = list(layer.tensors[leaf].shape)
+    return f"{layer.full_name(leaf)} has shape {shape}, which doesn't fit a weight of {list(layer.shape)}"
 
 
 def _scale_fits(layer: StoredLayer, leaf: str) -> bool:

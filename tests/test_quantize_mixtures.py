@@ -118,7 +118,7 @@ def test_compiled_in_one_graph(family: str) -> None:
     assert torch.equal(Example(compiled, example.inputs).output(), expected)
 
 
-def test_the_report_has_one_line_for_a_module(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_one_line_for_a_module() -> None:
     model = quantize_model(MIXTURES["gpt_oss"]().model)
     records = {record.name: record for record in report(model).records if record.kind == "GptOssExperts"}
     assert list(records) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]

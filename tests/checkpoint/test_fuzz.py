@@ -315,7 +315,7 @@ def test_a_config_of_another_size(
     ],
 )
 def test_what_transformers_would_act_on(
-    field: str, value: Any, transformers_models: dict[str, Good], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    field: str, value: Any, transformers_models: dict[str, Good], tmp_path: Path
 ) -> None:
     """Such as a kernel's name, which transformers fetches from the hub and runs."""
     good = transformers_models["gpt_neo"]

@@ -385,7 +385,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_found(name: str, int8_folder: Path, float_folder: Path) -> None:
+def test_damage_is_found(name: str, int8_folder: Path) -> None:
     damage, message = DAMAGES[name]
     damage(int8_folder)
     found = run_json("inspect", int8_folder, exit_code=1)

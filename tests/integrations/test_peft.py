@@ -219,7 +219,7 @@ def test_the_trainer_trains_chosen_parameters_without_an_adapter(llama_folder: P
     copy.deepcopy(model.hf_quantizer)
 
 
-def test_gpt2(tmp_path: Path) -> None:
+def test_gpt2() -> None:
     example = FAMILIES["gpt2"]()
     qgemm.quantize_model(example.model)
     config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
@@ -394,7 +394,7 @@ def test_other_configs_are_as_they_were() -> None:
 
 
 @pytest.mark.slow
-def test_any_order_of_imports(tmp_path: Path) -> None:
+def test_any_order_of_imports() -> None:
     """qgemm first, and no word of it afterwards; and a reload, as a notebook's autoreload does."""
     get_peft_model(qgemm.quantize_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU())), LoraConfig(target_modules=["0"]))
     code = """

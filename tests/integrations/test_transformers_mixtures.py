@@ -92,7 +92,7 @@ def test_the_base_model_of_a_quantized_folder(family: str, tmp_path: Path) -> No
     assert_same(AutoModel.from_pretrained(tmp_path / "int8"), model.base_model)  # type: ignore[arg-type]
 
 
-def test_what_has_to_do_with_experts_still_works(tmp_path: Path) -> None:
+def test_what_has_to_do_with_experts_still_works() -> None:
     model: Any = qgemm.quantize_model(MIXTURES["mixtral"]().model)
     inputs = MIXTURES["mixtral"]().inputs
     expected = Example(model, inputs).output()

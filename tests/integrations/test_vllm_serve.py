@@ -228,7 +228,7 @@ def test_a_compressed_tensors_checkpoint_on_our_kernel(scheme: str, tmp_path: Pa
         assert not used
 
 
-def test_a_compressed_tensors_checkpoint_of_others_stays_theirs(tmp_path: Path) -> None:
+def test_a_compressed_tensors_checkpoint_of_others_stays_theirs() -> None:
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     theirs = {"quant_method": "compressed-tensors"}

@@ -117,22 +117,22 @@ def test_several_rows_are_two_launches(device: torch.device) -> None:
     assert len(plan.usual.steps) == 2
 
 
-SHAPES: list[tuple[str, Callable[[Tensor], Tensor]]] = [
-    ("a vector", lambda x: x[0, 0]),
-    ("two dimensions", lambda x: x[0]),
-    ("three dimensions", lambda x: x),
-    ("one row", lambda x: x[0, :1]),
-    ("no rows", lambda x: x[0, :0]),
-    ("no rows, three dimensions", lambda x: x[:, :0]),
-    ("rows apart", lambda x: x[0, ::2]),
-    ("what can't be viewed as rows", lambda x: x.transpose(0, 1)),
-    ("columns first", lambda x: x[0].t().contiguous().t()),
-    ("one row for all", lambda x: x[:1, :1].expand(4, 3, K)),
-]
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a vector": lambda x: x[0, 0],
+    "two dimensions": lambda x: x[0],
+    "three dimensions": lambda x: x,
+    "one row": lambda x: x[0, :1],
+    "no rows": lambda x: x[0, :0],
+    "no rows, three dimensions": lambda x: x[:, :0],
+    "rows apart": lambda x: x[0, ::2],
+    "what can't be viewed as rows": lambda x: x.transpose(0, 1),
+    "columns first": lambda x: x[0].t().contiguous().t(),
+    "one row for all": lambda x: x[:1, :1].expand(4, 3, K),
+}
 
 
-@pytest.mark.parametrize(("name", "view"), SHAPES, ids=[name for name, _ in SHAPES])
-def test_shapes_and_strides(name: str, view: Callable[[Tensor], Tensor], device: torch.device) -> None:
+@pytest.mark.parametrize("view", SHAPES.values(), ids=SHAPES)
+def test_shapes_and_strides(view: Callable[[Tensor], Tensor], device: torch.device) -> None:
     layer = Parameters(device)
     for _ in range(3):
         x = view(torch.randn(3, 6, K, device=device))
