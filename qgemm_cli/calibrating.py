@@ -29,7 +29,7 @@ from qgemm.quantize import quantize
 from qgemm.streaming.companions import find_companions_to_copy
 from qgemm_cli.logits import build_float, load_float
 from qgemm_cli.reading import FLOAT, open_checkpoint
-from qgemm_cli.tokenizer import load_tokenizer
+from qgemm_cli.tokenizer import load_tokenizer, read_text
 
 _FILES = (".yaml", ".yml", ".json")
 
@@ -125,7 +125,7 @@ def cut_windows(model: nn.Module, tokenizer: Any, windows: Windows) -> list[Tens
     length = min(windows.length, limit) if isinstance(limit, int) and limit > 0 else windows.length
     start, end = _frame(tokenizer)
     inside = length - len(start) - len(end)
-    content = windows.text.read_text(encoding="utf-8")
+    content = read_text(windows.text)
     ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     count = min(windows.samples, len(ids) // inside) if inside > 0 else 0
     if not count:

@@ -16,7 +16,7 @@ from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import open_source
 from qgemm_cli.output import bars_on_a_terminal
 from qgemm_cli.reading import FLOAT, Checkpoint
-from qgemm_cli.tokenizer import load_tokenizer
+from qgemm_cli.tokenizer import load_tokenizer, read_text
 
 _ROWS = 16  # of logits at a time, in float64: with a vocabulary of 150,000 they take 20 MB
 
@@ -63,8 +63,7 @@ def read_tokens(text: Path, folders: list[Path], most: int, gguf: GgufModel | No
     """
     tokenizer = load_tokenizer(folders, "pass --tokenizer FOLDER", gguf)
     # On average a token has at least one character, so a huge file needn't be read whole.
-    with text.open(encoding="utf-8") as file:
-        content = file.read(_CHARACTERS_A_TOKEN * most)
+    content = read_text(text, _CHARACTERS_A_TOKEN * most)
     tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"][:most], dtype=torch.int64)
     if tokens.numel() < 2:
         raise ValueError(f"{text} has {tokens.numel()} tokens; it must have at least 2")

@@ -15,6 +15,15 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _KINDS_WITH_BOS = ("llama", "llama3", "llama-v3", "llama-bpe")
 
 
+def read_text(path: Path, most: int = -1) -> str:
+    """The first ``most`` characters of a text file, or all; raises ``ValueError`` if it isn't in UTF-8."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(most)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: save it in UTF-8") from error
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether there is a tokenizer in ``folder``."""
     return any((folder / name).is_file() for name in _FILES)

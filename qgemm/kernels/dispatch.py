@@ -190,14 +190,20 @@ def activation_quantize(
 
 
 def activate(x: Tensor, activation: str, gated: bool, up_first: bool = False) -> Tensor:
-    """``act(gate) * up`` in one kernel: what ``activation_quantize`` quantizes, as floats ``[..., I]``."""
+    """``act(gate) * up`` in one kernel: what ``activation_quantize`` quantizes, in the dtype of ``x``, ``[..., I]``.
+
+    The arguments are as there: ``x`` is ``[..., 2I]``, or ``[..., I]`` without ``gated``.
+    """
     checks.check_activate(x, activation, gated, up_first)
     out: Tensor = _backend(x).activate(x, activation, gated, up_first)
     return out
 
 
 def int_mm(a: Tensor, b: Tensor, *, config: GemmConfig | None = None) -> Tensor:
-    """``a @ b`` of int8 ``[M, K]`` and ``[K, N]`` as exact int32 ``[M, N]``. K may be at most 131,071."""
+    """``a @ b`` of int8 ``[M, K]`` and ``[K, N]`` as exact int32 ``[M, N]``. K may be at most 131,071.
+
+    ``config``: tiles and schedule on a GPU; None chooses them.
+    """
     checks.check_int_mm(a, b)
     out: Tensor = _backend(a, config).int_mm(a, b, **_options(config))
     return out
@@ -228,7 +234,7 @@ def scaled_mm(
     dependent launch).
 
     ``residual``: ``out_dtype [M, N]``, added to the rounded product, with another rounding: the bits of
-    ``scaled_mm(...) + residual``. It costs no additional pass over memory.
+    ``scaled_mm(...) + residual``. It costs no additional pass over memory. ``config``: as in ``int_mm``.
     """
     checks.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, residual)
     options: dict[str, Any] = {"constant_b": constant_b, "residual": residual, **_options(config)}
@@ -250,6 +256,7 @@ def matmul(
     ``a``: ``[M, K]``, ``b``: ``[K, N]``, both float16, bfloat16, float32, or either fp8. ``bias``: float ``[N]``.
     ``activation``: ``"relu"``, ``"gelu"`` (erf), ``"silu"`` or None. Sums are float32. On a GPU, float32 operands use
     TF32 only if ``torch.backends.cuda.matmul.fp32_precision`` (or ``allow_tf32``) says so.
+    ``config``: as in ``int_mm``.
     """
     checks.check_matmul(a, b, bias, activation, out_dtype)
     checks.check_hardware(a, out_dtype)
@@ -372,7 +379,7 @@ def grouped_mm(
     In group ``g``: ``(a @ b[g].T) * a_scale[:, None] * b_scale[g] + bias[g]``, with the rounding of ``scaled_mm``.
     ``a``: int8 ``[T, K]``, rows sorted by group. ``b``: int8 ``[G, N, K]``, contiguous. ``offsets``: int32 ``[G]``,
     where each group ends, ascending; it stays on the device. ``a_scale``: float32 ``[T]``; ``b_scale``: float32
-    ``[G, N]``; ``bias``: float ``[G, N]``. Rows beyond the last group are zeros.
+    ``[G, N]``; ``bias``: float ``[G, N]``. Rows beyond the last group are zeros. ``config``: as in ``int_mm``.
     """
     check_grouped_mm(a, b, offsets, a_scale, b_scale, bias, out_dtype)
     backend = _backend(a, config)

@@ -167,6 +167,8 @@ def test_what_cannot_be_done_is_one_sentence(source: Path, int8_folder: Path, te
     (tmp_path / "short.txt").write_text("a b c")
     short = (*recipe, "--text", tmp_path / "short.txt", "--length", 4)
     assert "short.txt has 3 tokens, and a window has 4: give a longer text, or --length" in failing(*short)
+    (tmp_path / "latin.txt").write_bytes("Käse".encode("latin-1"))
+    assert "latin.txt is no text in UTF-8: save it in UTF-8" in failing(*recipe, "--text", tmp_path / "latin.txt")
     assert "No such file" in failing(*recipe, "--text", tmp_path / "nothing.txt")
     assert "is quantized already (qgemm)" in failing(*with_text, folder=int8_folder)
     assert "scheme is 'int3'" in failing(*with_text, "--scheme", "int3")

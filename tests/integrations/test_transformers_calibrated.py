@@ -58,6 +58,24 @@ def test_it_is_quantize_model_on_what_was_loaded(
     assert "input_ids" not in (tmp_path / "quantized" / "config.json").read_text()
 
 
+def test_an_observer_of_batches(tmp_path: Path) -> None:
+    example = FAMILIES["llama"]()
+    cls = type(example.model)
+    example.model.save_pretrained(tmp_path / "float")
+    options: dict[str, Any] = {"calibration": [example.inputs], "observer": "mse"}
+    config = qgemm.QGemmConfig("int8-static", **options)
+    assert qgemm.QGemmConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    loaded = cls.from_pretrained(tmp_path / "float", quantization_config=config)
+    assert_same(loaded, qgemm.quantize_model(cls.from_pretrained(tmp_path / "float"), "int8-static", **options))
+    with pytest.raises(ValueError, match="observer computes scales from batches"):
+        qgemm.QGemmConfig("int8-static", observer="mse")
+    qgemm.save_quantized(loaded, tmp_path / "int8")
+    with pytest.raises(ValueError, match="observer is for a float model"):
+        cls.from_pretrained(
+            tmp_path / "int8", quantization_config=qgemm.QGemmConfig.from_dict({"scheme": "int8", "observer": "mse"})
+        )
+
+
 def test_scales_of_a_calibration_are_taken_as_weights_are_read(tmp_path: Path) -> None:
     example = FAMILIES["llama"]()
     cls = type(example.model)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from families.schemes import EVERY_LAYER, in_models, quantized_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 import qgemm
+from integrations.folders import assert_same
 from qgemm.integrations.transformers import attach_quantizer
 
 
@@ -60,3 +62,16 @@ def test_a_model_of_quantized_layers_alone(scheme: str) -> None:
     model: Any = _Projected(LlamaConfig(dtype="bfloat16")).bfloat16()
     del model.norm
     assert quantized_model(model, scheme).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_a_class_keeps_in_float32_is_not_the_values_of_quantized_layers(
+    scheme: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    example = FAMILIES["t5"]()
+    model: Any = qgemm.quantize_model(example.model.to(dtype), scheme)  # wo too, which T5 would load in float32
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
+    assert "_get_dtype_plan" not in vars(loaded)
+    assert_same(loaded, model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qgemm.arguments import shown
 from qgemm.calibration.collect import as_calls
 from qgemm.calibration.method import Method
+from qgemm.calibration.observers import Observer
 from qgemm.calibration.quantization import Quantization, are_batches
 from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
@@ -43,8 +45,9 @@ class QGemmConfig(QuantizationConfigMixin):
         skip: Patterns = None,
         include: Patterns = None,
         input_scales: Mapping[str, float | Tensor] | None = None,
-        recipe: Recipe | Sequence[Method] | None = None,
         calibration: Calibration | Iterable[Any] | None = None,
+        observer: str | Observer | None = None,
+        recipe: Recipe | Sequence[Method] | None = None,
         fuse: bool = False,
     ) -> None:
         """``scheme``: None means ``"int8"``; layers quantized by another library then stay as they are.
@@ -56,15 +59,20 @@ class QGemmConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.asked_scheme = scheme
         wanted = Quantization.of(
-            "int8" if scheme is None else scheme, skip=skip, include=include, input_scales=input_scales, recipe=recipe
+            "int8" if scheme is None else scheme,
+            skip=skip,
+            include=include,
+            input_scales=input_scales,
+            observer=observer,
+            recipe=recipe,
         )
+        wanted.check_data(calibration)
         self._take(wanted, calibration)
         self.fuse = fuse
 
     def _take(self, wanted: Quantization, calibration: Calibration | Iterable[Any] | None = None) -> None:
         self.quantization = wanted
         self.calibration = as_calls(calibration) if are_batches(calibration) else calibration
-        wanted.check_data(calibration)
         if not self.loads_float:
             # A bias may arrive before or after its weight.
             wanted.check_folds_no_bias(
@@ -119,7 +127,7 @@ class QGemmConfig(QuantizationConfigMixin):
         """Raises ``ValueError`` if it has options that only apply to float models."""
         wanted = self.quantization
         given: dict[str, Any] = {"skip": wanted.skip, "include": wanted.include, "input_scales": wanted.input_scales}
-        given |= {"recipe": wanted.recipe, "calibration": self.calibration}
+        given |= {"recipe": wanted.recipe, "calibration": self.calibration, "observer": wanted.observer}
         if unfit := [name for name, value in given.items() if value]:
             raise ValueError(f"{unfit[0]} is for a float model, but the checkpoint is quantized: leave it out")
 
@@ -141,7 +149,9 @@ class QGemmConfig(QuantizationConfigMixin):
             values = {key: value for key, value in config_dict.items() if key != "quant_method"}
             try:
                 config = cls()
-                config._take(Quantization.from_dict(values))
+                wanted = Quantization.from_dict(values)
+                replace(wanted, observer=None).check_data(None)  # the observer was for batches, which aren't stored
+                config._take(wanted)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CheckpointError(f"quantization_config isn't qgemm's: {error}") from error
         return (config, kwargs) if return_unused_kwargs else config

@@ -100,6 +100,7 @@ class QuantizedLoad:
         self._checksums = {name: checksums[in_file] for name, in_file in names.items() if in_file in checksums}
         if self._stored:
             _check_stored(self._stored, manifest, layers, self._files.config_path)
+        _keep_dtypes(model, layers)
         # Float buffers that state_dict leaves out are stored too, and are put in place afterwards.
         put_later = {re.escape(min(name, names[name], key=len)) for name in transient_names(model) if name in names}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *put_later}
@@ -107,6 +108,7 @@ class QuantizedLoad:
 
     def finish(self, model: PreTrainedModel) -> None:
         """Checks what was read, and adds what transformers doesn't read; raises ``CheckpointError``."""
+        del model._get_dtype_plan  # type: ignore[method-assign]
         for name in self._manifest.layers:
             layer = model.get_submodule(name)
             assert isinstance(layer, QuantLayer)
@@ -213,6 +215,21 @@ def _check_stored(
                         f"{tensor.path}: tensor {full_name} is {tensor.dtype}; a quantized layer's is {parameter.dtype}"
                     )
                 layer.take_dtype(leaf, tensor.dtype)
+
+
+def _keep_dtypes(model: PreTrainedModel, layers: Mapping[str, QuantLayer]) -> None:
+    """Makes transformers read values and scales in their own dtype, also of a layer that the class keeps in float32."""
+
+    def plan(dtype: torch.dtype) -> dict[str, torch.dtype]:
+        kept = type(model)._get_dtype_plan(model, dtype)
+        own: dict[str, torch.dtype] = {}
+        for name, layer in layers.items():
+            if any(re.search(part, name) for part in kept):
+                fixed = ((leaf, layer.stored(leaf)) for leaf in layer.fixed_names)
+                own |= {f"^{re.escape(name)}[.]{leaf}$": value.dtype for leaf, value in fixed if value is not None}
+        return {**own, **kept}  # what matches from the beginning of a name precedes what matches a part of it
+
+    model._get_dtype_plan = plan  # type: ignore[method-assign]
 
 
 def _check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object], config_path: Path) -> None:
