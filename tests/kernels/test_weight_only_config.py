@@ -45,7 +45,7 @@ def test_few_rows(M: int, form: StoredForm) -> None:
         assert tile.columns == (8 if M <= 8 else 16)
         assert tile.x_rows == (1 if M == 1 else tile.columns)
         # A warp has 16 or 32 rows of the weight for itself.
-        assert tile.rows * tile.splits // tile.warps in (16, 32)
+        assert tile.rows * tile.splits in (16 * tile.warps, 32 * tile.warps)
         slot = tile.splits * (tile.rows * BLOCK_BYTES + tile.x_rows * form.block * 2)
         assert tile.depth * slot <= H200.shared_memory
 
@@ -110,7 +110,7 @@ def test_ring(M: int, form: StoredForm) -> None:
         K = K // 256 * 256
         tile = select_ring(M, N, K, form, H200)
         assert tile.columns == (8 if M <= 8 else 16 if M <= 16 else 32)
-        assert tile.rows * tile.splits // tile.warps == 32
+        assert tile.rows * tile.splits == 32 * tile.warps
         slot = tile.splits * (tile.rows * BLOCK_BYTES + tile.columns * form.block * 2)
         exchanged = tile.splits * tile.rows * tile.columns * 4
         reserved = 1024  # of every program; and barriers
