@@ -168,7 +168,7 @@ def test_parts_have_the_shape_that_is_asked_for_and_one_dtype(tmp_path: Path) ->
 
 def test_parts_of_what_the_files_have_as_a_whole_too(tmp_path: Path) -> None:
     contents = contents_of(write(tmp_path, {"e": torch.zeros(2, 2), "e.0": torch.ones(2), "e.1": torch.ones(2)}))
-    with pytest.raises(CheckpointError, match=r"safetensors holds both e\.0 and e; only one of them can be the model's$"):
+    with pytest.raises(CheckpointError, match=r"safetensors holds both e\.0 and e; only one of them can be the"):
         contents.merge("e", "e.0", (2,), (2, 2), (0,))
 
 
