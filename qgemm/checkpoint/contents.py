@@ -207,7 +207,8 @@ class Contents:
     ) -> None:
         """Notes that the model's tensor ``part`` is a part of one called ``name``; gives its place, and their shapes.
 
-        Raises ``CheckpointError`` unless there is such a part with that shape and the dtype of the others.
+        Raises ``CheckpointError`` unless there is such a part with that shape and the dtype of the others, and if the
+        files hold a tensor ``name`` as well.
         """
         tensor = self.headers.pop(part, None)
         if tensor is None:
@@ -216,7 +217,9 @@ class Contents:
         if tensor.shape != shape:
             raise CheckpointError(f"{tensor.path}: {part} has shape {list(tensor.shape)}; the model's is {list(shape)}")
         known = self.headers.setdefault(name, StoredTensor(tensor.path, whole, tensor.dtype))
-        if known.dtype != tensor.dtype or known.shape != whole:
+        if known is self.stored.get(name):
+            raise CheckpointError(f"{known.path} holds both {part} and {name}; only one of them can be the model's")
+        if known.dtype != tensor.dtype:
             raise CheckpointError(f"{tensor.path}: {part} is {tensor.dtype}, and {name} {known.dtype}")
         if part not in self._made:
             self._made[part] = self._take_as_it_is(part), 0

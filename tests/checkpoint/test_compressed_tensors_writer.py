@@ -76,6 +76,8 @@ def test_one_layer_read_by_the_library(scheme: str, tmp_path: Path) -> None:
     parsed = QuantizationConfig.model_validate(config)
     (group,) = parsed.config_groups.values()
     assert (group.format, group.input_activations is None) == (WRITTEN[scheme], layer.scheme.is_weight_only)
+    scale_dtypes = {"mxfp4": torch.uint8, "mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}  # as in its own presets
+    assert group.weights.scale_dtype == scale_dtypes.get(scheme)
     stored = load_file(tmp_path / "model.safetensors")
     own = {name.removeprefix("0."): tensor for name, tensor in stored.items()}
     theirs = decompressed(own, config["config_groups"]["group_0"])

@@ -154,6 +154,24 @@ def test_results_become_parts_of_a_larger_tensor(tmp_path: Path) -> None:
     assert torch.equal(found["e.up_scale"], torch.tensor([[1.0, 2.0]] * 2))
 
 
+def test_parts_have_the_shape_that_is_asked_for_and_one_dtype(tmp_path: Path) -> None:
+    parts = {"e.0": torch.ones(2), "e.1": torch.ones(2, dtype=torch.float16), "e.2": torch.ones(3)}
+    contents = contents_of(write(tmp_path, parts))
+    contents.merge("e", "e.0", (2,), (4, 2), (0,))
+    with pytest.raises(CheckpointError, match=r"safetensors: e\.1 is torch\.float16, and e torch\.float32$"):
+        contents.merge("e", "e.1", (2,), (4, 2), (1,))
+    with pytest.raises(CheckpointError, match=r"safetensors: e\.2 has shape \[3\]; the model's is \[2\]$"):
+        contents.merge("e", "e.2", (2,), (4, 2), (2,))
+    with pytest.raises(CheckpointError, match=r"lacks e\.3, from which e is made: get all files again$"):
+        contents.merge("e", "e.3", (2,), (4, 2), (3,))
+
+
+def test_parts_of_what_the_files_have_as_a_whole_too(tmp_path: Path) -> None:
+    contents = contents_of(write(tmp_path, {"e": torch.zeros(2, 2), "e.0": torch.ones(2), "e.1": torch.ones(2)}))
+    with pytest.raises(CheckpointError, match=r"safetensors holds both e\.0 and e; only one of them can be the"):
+        contents.merge("e", "e.0", (2,), (2, 2), (0,))
+
+
 def test_values_that_cannot_be_name_file_and_tensor(tmp_path: Path) -> None:
     contents = contents_of(write(tmp_path, layer_tensors("a", 99)))
     convert_layer(contents, "a")

@@ -185,6 +185,12 @@ def test_settings_that_change_nothing(tmp_path: Path) -> None:
     assert read_gguf(path).config("float32")["sliding_window"] == 8
 
 
+def test_each_mixture_has_a_gating_function_of_its_own(tmp_path: Path) -> None:
+    for architecture, function in (("qwen3moe", 1), ("minimax-m2", 2)):  # softmax, sigmoid
+        settings = settings_of(architecture, expert_gating_func=function)
+        assert read_gguf(write_file(tmp_path / "a.gguf", architecture, settings, {})).config("float32")
+
+
 def test_a_model_called_mistral(tmp_path: Path) -> None:
     path = write_model(tmp_path / "a.gguf", "llama", general__name="mistral")
     assert type(qgemm.load_quantized(path)).__name__ == "LlamaForCausalLM"

@@ -141,6 +141,30 @@ def test_broken_headers(case: str, tmp_path: Path) -> None:
         GgufFile(tmp_path / "a.gguf")
 
 
+def test_many_experts_of_few_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qgemm.checkpoint.gguf_file._MOST_TENSORS", 6)
+    path = tmp_path / "a.gguf"
+    for experts in (3, 4):
+        entries = (entry(f"{name}_exps.weight", (experts, 1, 4), 0, 64 * place) for place, name in enumerate("ab"))
+        path.write_bytes(whole(*entries, tensors=2))
+        if experts == 3:
+            GgufFile(path).close()
+    with pytest.raises(CheckpointError, match="it has more than 6 tensors, the weights of experts among them"):
+        GgufFile(path)
+
+
+def test_every_type_of_number(tmp_path: Path) -> None:
+    # As ggml's docs/gguf.md lists them: 8 is text, 9 a list.
+    numbers = {
+        **{0: ("B", 200), 1: ("b", -100), 2: ("H", 60_000), 3: ("h", -30_000), 4: ("I", 1 << 31), 5: ("i", -5)},
+        **{6: ("f", 0.5), 7: ("?", True), 10: ("Q", 1 << 63), 11: ("q", -(1 << 40)), 12: ("d", 0.1)},
+    }
+    settings = (setting(f"x{kind}", kind, struct.pack(f"<{form}", value)) for kind, (form, value) in numbers.items())
+    (tmp_path / "a.gguf").write_bytes(whole(*settings, settings=len(numbers), tensors=0))
+    with GgufFile(tmp_path / "a.gguf") as file:
+        assert file.settings == {f"x{kind}": value for kind, (_, value) in numbers.items()}
+
+
 def test_a_written_big_endian_file(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "a.gguf", "llama", endianess=GGUFEndian.BIG)
     writer.add_tensor("a", np.ones(32, dtype=np.float32))

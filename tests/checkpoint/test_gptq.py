@@ -110,7 +110,7 @@ def test_asymmetric_layers_are_of_the_version_that_the_config_says(tmp_path: Pat
     assert torch.equal(weight_of(model["a"]), layer.weight)
 
 
-@pytest.mark.parametrize("z", [6, 7, 8, 10])
+@pytest.mark.parametrize("z", [6, 7, 8, 9, 10])
 def test_a_zero_point_beside_the_middle_is_kept(z: int, tmp_path: Path) -> None:
     layer = Layer()
     layer.z[:] = z

@@ -10,13 +10,14 @@ import pytest
 import torch
 import transformers
 from families.schemes import input_scale_for
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import qgemm
 from checkpoint.foreign import edit_tensors, relative, same_tensors
 from checkpoint.models import Net, swap_linears, tiny_llama
 from checkpoint.packers import Layer, linears, write
+from checkpoint.rewriting import rewrite_file
 from checkpoint.samples import IDS, SAMPLES, load_sample
 from qgemm import CheckpointError, QuantLinear
 from qgemm.checkpoint import requantize
@@ -261,6 +262,23 @@ def test_weights_that_overflow_name_the_layer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model.safetensors: a.qweight: weight holds NaN or Inf"):
         qgemm.load_quantized(folder, model=model, scheme="int8")
     assert model["a"] is before
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (None, "no file holds 0.weight_scale of a layer with the scheme 'int4-32'"),
+        (torch.ones(16, 1), r"0.weight_scale is torch.float32 \[16, 1\]; it must be torch.bfloat16 \[16, 2\], as the"),
+        (torch.ones(16, 2, dtype=torch.int8), r"0.weight_scale is torch.int8 \[16, 2\]; it must be torch.bfloat16"),
+    ],
+)
+def test_what_does_not_fit_its_layer_is_not_converted(value: Tensor | None, problem: str, tmp_path: Path) -> None:
+    qgemm.save_quantized(qgemm.quantize_model(nn.Sequential(nn.Linear(64, 16)), "int4-32"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file) | {"0.weight_scale": value}
+    rewrite_file(file, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    with pytest.raises(CheckpointError, match=problem):
+        qgemm.load_quantized(tmp_path, model=lambda: nn.Sequential(nn.Linear(64, 16)), scheme="int8")
 
 
 def test_nothing_is_kept_of_what_was_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,16 @@ def test_dequantized_weights_have_the_dtype_of_the_rest(cast: torch.dtype | None
     assert model(IDS).logits.dtype == (cast or torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, "float16"], ids=str)
+def test_dequantize_to_a_dtype(dtype: torch.dtype | str, llama_folder: Path) -> None:
+    model = load_int8(llama_folder)
+    expected = model.model.layers[0].mlp.up_proj.dequantize(torch.float16).weight
+    model.dequantize(dtype)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == torch.float16
+    assert torch.equal(weight, expected)
+
+
 # The config.
 
 

@@ -86,6 +86,15 @@ def test_a_model_generates_the_same_tokens(family: str, padded: bool) -> None:
             assert (cache.start is None) == (not padded)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_a_window_longer_than_the_cache_hides_nothing(padded: bool) -> None:
+    model, inputs = model_of("Mistral", sliding_window=100), prompts(padded)
+    wanted = generate(model, inputs)
+    model.set_attn_implementation("qgemm")
+    cache = new_cache(model)
+    torch.testing.assert_close(generate(model, inputs, cache), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
 def test_bfloat16(family: str) -> None:
     model, inputs = model_of(family, torch.bfloat16), prompts(padded=True)

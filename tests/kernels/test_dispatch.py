@@ -368,6 +368,12 @@ def test_tensors_are_on_one_device(case: str) -> None:
             call(**{**taken, name: tensor.to("meta")}, **options)
 
 
+def test_steps_are_for_weights_without_zero_points() -> None:
+    call, taken = TAKEN["int4-int8"]
+    with pytest.raises(ValueError, match="step is for int8_activations, and weights without a zero_point: leave it"):
+        call(**taken, zero_point=ones(5, 1))
+
+
 def test_what_is_refused_when_changed_is_taken_otherwise() -> None:
     # Without this, REFUSED could pass because of a mistake in its own arguments.
     assert torch.equal(scaled_mm(), torch.full((3, 5), 5.0))

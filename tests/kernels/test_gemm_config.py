@@ -56,6 +56,23 @@ def test_what_is_not_valid(changed: dict[str, int], why: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"num_stages": 1}, "nothing is loaded ahead"),
+        ({"block_k": 64}, "rows of less than 128 bytes"),
+        ({"block_m": 512, "num_warps": 8}, "more rows than two groups of warps have"),
+        ({"num_warps": 8}, "warps without rows"),
+    ],
+)
+def test_what_hoppers_kernel_does_not_take(changed: dict[str, int], why: str) -> None:
+    config = GemmConfig(64, 64, 128, num_warps=4, num_stages=4, schedule="specialized")
+    hopper = replace(H200, hopper=True)
+    assert [is_valid(config, itemsize, hopper) for itemsize in (1, 2, 4)] == [True, True, False]
+    assert not is_valid(config, 1, H200)
+    assert not is_valid(replace(config, **changed), 1, hopper), why
+
+
+@pytest.mark.parametrize(
     ("block_n", "widths", "valid"),
     [
         (64, (64,), True),
@@ -188,6 +205,12 @@ def test_the_choice_is_valid_and_always_the_same(dtype: torch.dtype, limits: Dev
 def test_candidates_hold_one_entry_each_and_some_for_every_device(limits: DeviceLimits) -> None:
     assert len(set(CANDIDATES)) == len(CANDIDATES)
     assert any(is_valid(config, 1, limits) and config.schedule != "streamk" for config in CANDIDATES)
+
+
+def test_every_candidate_is_for_some_device() -> None:
+    devices = (*DEVICES.values(), replace(H200, hopper=True, hopper_rows=16))
+    for config in CANDIDATES:
+        assert any(is_valid(config, itemsize, limits) for itemsize in (1, 2) for limits in devices), config
 
 
 def test_large_problems_get_large_tiles_and_small_ones_small() -> None:

@@ -1,8 +1,8 @@
 """The tiles of products with stored weights: no tile is larger than a multiprocessor, K is shared where N is short."""
 
+import itertools
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -10,6 +10,7 @@ from qgemm.kernels.stored_form import BLOCK_BYTES, Precision, StoredForm
 from qgemm.kernels.weight_only.config import (
     MAX_COUNTS,
     MAX_PARTS,
+    RING,
     TILE_ROWS,
     TILES,
     Shareable,
@@ -19,7 +20,14 @@ from qgemm.kernels.weight_only.config import (
     select_ring,
     select_tiles,
 )
-from qgemm.kernels.weight_only.few_rows_config import ROOMY, select_few_rows
+from qgemm.kernels.weight_only.few_rows_config import (
+    ADDENDS,
+    BY_GROUPS,
+    FEW_ROWS,
+    FLOAT_ADDENDS,
+    ROOMY,
+    select_few_rows,
+)
 from qgemm.numerics.integers import cdiv, next_power_of_2
 from tests.kernels.devices import H200
 
@@ -36,6 +44,15 @@ def test_a_block_of_packed_values_is_twice_as_long() -> None:
     assert (INT4.block, INT8.block) == (2 * BLOCK_BYTES, BLOCK_BYTES)
 
 
+def test_every_warp_has_16_or_32_rows_of_the_weight_for_itself() -> None:
+    for tile in itertools.chain(
+        *(tiles.values() for tiles in (*FEW_ROWS.values(), *BY_GROUPS.values(), ADDENDS, FLOAT_ADDENDS, ROOMY))
+    ):
+        assert tile.rows * tile.splits in (16 * tile.warps, 32 * tile.warps)
+    for ring, _ in itertools.chain(*RING.values()):
+        assert ring.rows * ring.splits == 32 * ring.warps
+
+
 @FORMS
 @pytest.mark.parametrize("M", [1, 2, 8, 9, 16])
 def test_few_rows(M: int, form: StoredForm) -> None:
@@ -43,8 +60,6 @@ def test_few_rows(M: int, form: StoredForm) -> None:
         tile = select_few_rows(M, N, form, H200)
         assert tile.columns == (8 if M <= 8 else 16)
         assert tile.x_rows == (1 if M == 1 else tile.columns)
-        # A warp has 16 or 32 rows of the weight for itself.
-        assert tile.rows * tile.splits // tile.warps in (16, 32)
         slot = tile.splits * (tile.rows * BLOCK_BYTES + tile.x_rows * form.block * 2)
         assert tile.depth * slot <= H200.shared_memory
 
@@ -109,7 +124,6 @@ def test_ring(M: int, form: StoredForm) -> None:
         K = K // 256 * 256
         tile = select_ring(M, N, K, form, H200)
         assert tile.columns == (8 if M <= 8 else 16 if M <= 16 else 32)
-        assert tile.rows * tile.splits // tile.warps == 32
         slot = tile.splits * (tile.rows * BLOCK_BYTES + tile.columns * form.block * 2)
         exchanged = tile.splits * tile.rows * tile.columns * 4
         reserved = 1024  # of every program; and barriers
@@ -144,7 +158,7 @@ def test_parts_of_a_tile_and_room_for_them(shared: int, sharers: int) -> None:
     way = Shareable(shared=shared, sharers=sharers)
     for blocks in range(sharers, 4 * sharers):
         starts = [program * shared * blocks // sharers for program in range(sharers + 1)]
-        reached = [{start // blocks, (end - 1) // blocks} for start, end in pairwise(starts)]
+        reached = [{start // blocks, (end - 1) // blocks} for start, end in itertools.pairwise(starts)]
         parts = max(sum(tile in tiles for tiles in reached) for tile in range(shared))
         assert parts <= way.parts <= parts + (sharers % shared > 0)
         places = 1 + max(program + tile for program, tiles in enumerate(reached) for tile in tiles)

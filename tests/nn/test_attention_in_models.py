@@ -189,8 +189,7 @@ def test_on_meta_there_is_the_structure_alone() -> None:
 
 
 def test_code_that_reads_packed_weights_sees_float_ones() -> None:
-    for variant in ("plain", "no bias", "kdim and vdim"):
-        attention = make(variant)
+    for attention in (make("plain"), make("no bias"), make("kdim and vdim"), make("no bias", kdim=16)):
         before = {name: value for name, value in attention.named_parameters() if name.endswith("weight")}
         bias = attention.in_proj_bias
         qgemm.quantize_model(attention, "int8-hadamard")
