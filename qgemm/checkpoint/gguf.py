@@ -22,7 +22,7 @@ from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.float_layers import check_scale
 from qgemm.checkpoint.gguf_config import LONG_FACTORS, ROTARY_FACTORS, llama3_scaling, longrope_scaling, model_config
 from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile, header_of
-from qgemm.checkpoint.gguf_gemma4 import GEMMA4, GEMMA4_TEXT, is_shared, set_rotated_part
+from qgemm.checkpoint.gguf_gemma4 import GEMMA4, GEMMA4_TEXT, factors_of_experts, is_shared, set_rotated_part
 from qgemm.checkpoint.gguf_names import EXPERT, ModelNames, RowOrder
 from qgemm.checkpoint.gguf_types import BlockType
 from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, checkpoint_file
@@ -160,12 +160,26 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 _note_float(contents, source, names, name, target, model)
             else:
                 _note_layer(contents, source, name, split_name(target)[0], order)
+    if config["model_type"] == GEMMA4_TEXT:
+        _note_factors(contents, source, model)
     if not contents.manifest.layers:
         raise CheckpointError(
             f"{source.path} holds no quantized layer: load its floats with transformers' from_pretrained(folder, "
             "gguf_file=...), and call qgemm.quantize_model"
         )
     return contents
+
+
+def _note_factors(contents: Contents, source: GgufModel, model: nn.Module) -> None:
+    """Notes that factors of Gemma 4's single experts are a vector in ``model``."""
+    dtype = next(model.parameters()).dtype
+
+    def stack(*values: Tensor) -> Sequence[Tensor]:
+        return (torch.stack([value.reshape(()) for value in values]).to(dtype),)
+
+    free = [name for name in source.stored if name in contents.headers]
+    for target, names in factors_of_experts(free).items():
+        contents.convert_together(names, {target: (names[0], (len(names),), dtype)}, stack)
 
 
 def _row_order(source: GgufModel, names: ModelNames, name: str, target: str, model: nn.Module) -> RowOrder | None:

@@ -89,7 +89,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Architectures that transformers has in its tables, although it doesn't read files as llama.cpp writes them.
 _MISREAD = ("deci",)
-_OF_MIXTURES = ("gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe")
+_OF_MIXTURES = (GEMMA4, "gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe")
 # What GPT-OSS says about long contexts, and its files don't.
 _GPT_OSS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 

@@ -2,13 +2,14 @@
 
 transformers has a table for it, but not for what differs between layers with a window and those without: the size of
 heads, how many keys there are, the base of rotary frequencies, and which part of a head is rotated, which a tensor
-shows. Values are as llama.cpp's converter writes them, unchanged. Mixtures aren't read.
+shows. Values are as llama.cpp's converter writes them, unchanged. The factors of a mixture's experts, a vector in the
+file and in the model, are listed one by one, as those of ``NVFP4`` are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,15 @@ _NUMBERS = {
     "attention.shared_kv_layers": "num_kv_shared_layers",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
 }
+_OF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "top_k_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _ROTATED = {"rope.dimension_count": "global_head_dim", "rope.dimension_count_swa": "head_dim"}
 # By what frequencies of values that aren't rotated are divided.
 _NOT_ROTATED = 1e30
+_FACTOR = re.compile(r"blk\.(\d+)\.ffn_down_exps\.(\d+)\.scale")
 _KEYS = re.compile(r"blk\.(\d+)\.attn_(?:k|v|k_norm)\.weight")
 
 
@@ -43,10 +50,12 @@ def gemma4_config(path: Path, settings: dict[str, Any], names: Container[str]) -
     """
     own = {key.removeprefix(f"{GEMMA4}."): value for key, value in settings.items()}
     config: dict[str, Any] = {"model_type": GEMMA4_TEXT, "tie_word_embeddings": "output.weight" not in names}
-    for key, called in _NUMBERS.items():
+    of_experts = _OF_EXPERTS if own.get("expert_count") else {}
+    for key, called in (_NUMBERS | of_experts).items():
         if type(own.get(key)) not in (int, float):
             raise unsupported(f"{path} doesn't state {key} as one number, which qgemm needs for Gemma 4")
         config[called] = own[key]
+    config["enable_moe_block"] = bool(of_experts)
     for key, called in _ROTATED.items():
         if own.get(key, config[called]) != config[called]:
             raise unsupported(f"{path}: {key} is {own[key]}, and heads have {config[called]} values")
@@ -117,6 +126,16 @@ def set_rotated_part(path: Path, config: dict[str, Any], factors: Tensor | None)
         "rope_type": "proportional",
         "partial_rotary_factor": rotated / len(factors),
     }
+
+
+def factors_of_experts(names: Iterable[str]) -> dict[str, list[str]]:
+    """The tensors of single experts' factors, in their order, by the model's name for all of a layer."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        if match := _FACTOR.fullmatch(name):
+            target = f"model.layers.{match[1]}.router.per_expert_scale"
+            found.setdefault(target, []).append((int(match[2]), name))
+    return {target: [name for _, name in sorted(own)] for target, own in found.items()}
 
 
 def is_shared(name: str, config: dict[str, Any]) -> bool:

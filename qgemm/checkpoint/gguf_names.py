@@ -27,7 +27,9 @@ RowOrder = slice | Tensor
 """What indexes the rows of a matrix."""
 
 _UNCHANGED = slice(None)
-_GATES_AND_UPS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
+# Of Gemma 4.
+_ROUTER_SCALE = re.compile(r"model\.layers\.(\d+)\.router\.scale")
+_GATES_AND_UPS = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.)?experts\.gate_up_proj")
 
 
 class ModelNames:
@@ -53,6 +55,8 @@ class ModelNames:
         except Exception as error:  # for models that gguf, the package, doesn't know
             raise unsupported(f"{path}: transformers has no names for {architecture}: {said_by(error)}") from error
         for name in model.state_dict():
+            if match := _ROUTER_SCALE.fullmatch(name):
+                self.by_name[f"blk.{match[1]}.ffn_gate_inp.scale"] = name
             if match := _GATES_AND_UPS.fullmatch(name):
                 for part in ("gate", "up"):
                     self.by_name.setdefault(f"blk.{match[1]}.ffn_{part}_exps", name)

@@ -26,6 +26,7 @@ SIZES = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
     },
 }
+_SCALES = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
 SETTINGS = {
     **{"context_length": 64, "block_count": LAYERS, "embedding_length": 64, "feed_forward_length": 96},
     **{"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 2.0**-13},
@@ -36,7 +37,7 @@ SETTINGS = {
     **{"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0},
     **{"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2},
 }
-# As E2B: embeddings of each layer, and layers that take the keys of others; as 31B: keys for values.
+# As E2B: embeddings of each layer, and layers that take the keys of others; as 26B-A4B; as 31B: keys for values.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "small": (
         {
@@ -46,6 +47,13 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             **{"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 3, "vocab_size_per_layer_input": 97},
             "use_double_wide_mlp": True,
+        },
+    ),
+    "mixture": (
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32},
+        {
+            **{"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            "moe_intermediate_size": 32,
         },
     ),
     "large": (
@@ -72,6 +80,11 @@ def write_gemma4(
         if name.endswith("layer_scalar"):
             nn.init.uniform_(tensor, 0.5, 1.5)
             views[f"{names.get_name(name)}.weight"] = tensor
+        elif name.endswith("scale"):
+            nn.init.uniform_(tensor, 0.5, 1.5)
+            views[f"blk.{name.split('.')[2]}.{_SCALES[name.rpartition('.')[2]]}.scale"] = tensor
+        elif ".experts." in name:
+            views[f"{names.get_name(name)}.weight"] = tensor
         else:
             stem, _, leaf = name.rpartition(".")
             views[f"{names.get_name(stem)}.{leaf}"] = tensor
@@ -86,4 +99,4 @@ def write_gemma4(
 
 def _kinds(views: dict[str, Tensor]) -> dict[str, str]:
     """Matrices are in Q8_0; what has no whole blocks, and numbers, in float."""
-    return {name: "Q8_0" for name, view in views.items() if view.ndim == 2 and torch.numel(view) % 32 == 0}
+    return {name: "Q8_0" for name, view in views.items() if view.ndim in (2, 3) and torch.numel(view) % 32 == 0}

@@ -361,7 +361,7 @@ def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
         qgemm.load_quantized(path)
 
 
-CALLED = {"mixtral": "llama", "nvfp4": "llama", "ministral3": "mistral3", "small": "gemma4", "large": "gemma4"}
+CALLED = {"mixtral": "llama", "nvfp4": "llama", "ministral3": "mistral3", **dict.fromkeys(KINDS, "gemma4")}
 BROKEN, COMPLETE_BROKEN = 100, 2000
 """Files; the latter with ``--complete``. 16,000 have been read."""
 

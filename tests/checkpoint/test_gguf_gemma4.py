@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a part of each head": ({"rope__dimension_count_swa": 16}, {}, f"swa is 16, and heads have {WINDOWED} values"),
     "no base": ({"without": "base_swa"}, {}, "doesn't state rope.freq_base and rope.freq_base_swa"),
     "scaled": ({"rope__scaling__factor": 4.0}, {}, "its positions are scaled, which qgemm doesn't read for Gemma 4"),
-    "experts": ({"expert_count": 4}, {}, "is a mixture of experts, which transformers doesn't read as gemma4"),
+    "experts": ({"expert_count": 4}, {}, "doesn't state expert_used_count as one number"),
     "other factors": ({}, factors(*[2.0] * 32), "rope_freqs.weight holds factors that aren't those of Gemma 4"),
     "fewer factors": ({}, factors(*[1.0] * 16), "rope_freqs.weight holds factors that aren't those of Gemma 4"),
     "no factors": ({}, factors(), "rope_freqs.weight holds factors that aren't those of Gemma 4"),
