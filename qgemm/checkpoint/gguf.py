@@ -22,6 +22,7 @@ from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.float_layers import check_scale
 from qgemm.checkpoint.gguf_config import LONG_FACTORS, ROTARY_FACTORS, llama3_scaling, longrope_scaling, model_config
 from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile, header_of
+from qgemm.checkpoint.gguf_gemma4 import GEMMA4, GEMMA4_TEXT, factors_of_experts, is_shared, set_rotated_part
 from qgemm.checkpoint.gguf_names import EXPERT, ModelNames, RowOrder
 from qgemm.checkpoint.gguf_types import BlockType
 from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, checkpoint_file
@@ -43,7 +44,7 @@ _PROJECTOR = "mmproj"
 class GgufModel:
     """A model in GGUF files, of which ``path`` is the first: its tensors, their types by name, and its settings.
 
-    ``stored_settings``: as ``GgufFile`` has them.
+    ``stored_settings``, ``lists``: as ``GgufFile`` has them.
     """
 
     path: Path
@@ -51,18 +52,24 @@ class GgufModel:
     types: dict[str, BlockType]
     settings: dict[str, Any]
     stored_settings: list[bytes]
+    lists: dict[str, tuple[Any, ...]]
 
     def config(self, dtype: str) -> dict[str, Any]:
         """The config of the transformers model whose float part is of ``dtype``; raises as ``model_config`` does."""
         names = [name for name in self.stored if EXPERT.fullmatch(name) is None]
         # Of these it takes names for values.
         stored = [each for each in self.stored_settings if b".rope.scaling." not in each]
-        config = model_config(self.path, self.settings, header_of(stored, names), dtype, self.stored)
+        settings = self.settings | self.lists if self.settings.get("general.architecture") == GEMMA4 else self.settings
+        config = model_config(self.path, settings, header_of(stored, names), dtype, self.stored)
         if _EMBEDDING in self.stored:
             config["vocab_size"] = self.shape(_EMBEDDING)[0]
         names = [name for name in (ROTARY_FACTORS, *LONG_FACTORS) if name in self.stored]
         factors = dict(read_values({name: self.stored[name] for name in names}, torch.device("cpu")))
-        if (of_llama := factors.pop(ROTARY_FACTORS, None)) is not None:
+        if config["model_type"] == GEMMA4_TEXT:
+            set_rotated_part(self.path, config, factors.pop(ROTARY_FACTORS, None))
+            if (per_layer := "per_layer_token_embd.weight") in self.stored:
+                config["vocab_size_per_layer_input"] = self.shape(per_layer)[0]
+        elif (of_llama := factors.pop(ROTARY_FACTORS, None)) is not None:
             config["rope_scaling"] = llama3_scaling(self.path, of_llama, config)
         if factors or config.get("rope_scaling", {}).get("rope_type") == "longrope":
             config |= longrope_scaling(self.path, factors, self.settings)
@@ -102,12 +109,13 @@ def read_gguf(path: Path) -> GgufModel:
         count = int(part[3])
         names = [f"{part[1]}-{each:05}-of-{count:05}{GGUF_SUFFIX}" for each in range(1, count + 1)]
         paths = [checkpoint_file(path.parent, name) for name in names]
-    found, total = GgufModel(paths[0], {}, {}, {}, []), 0
+    found, total = GgufModel(paths[0], {}, {}, {}, [], {}), 0
     for each in paths:
         with GgufFile(each) as file:
             total += file.count
             if not found.settings:
                 found.settings.update(file.settings)
+                found.lists.update(file.lists)
                 found.stored_settings.extend(file.stored_settings)
             for name, place in file.places.items():
                 if name in found.stored:
@@ -144,7 +152,7 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 f"{source.stored[name].path}: tensor {name} is of type {kind.name}, which qgemm doesn't read"
             )
         target = names.find(name)
-        if name in (ROTARY_FACTORS, *LONG_FACTORS):
+        if name in (ROTARY_FACTORS, *LONG_FACTORS) or (config["model_type"] == GEMMA4_TEXT and is_shared(name, config)):
             contents.pass_over(name)
         elif target is not None:
             order = _row_order(source, names, name, target, model)
@@ -152,12 +160,26 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 _note_float(contents, source, names, name, target, model)
             else:
                 _note_layer(contents, source, name, split_name(target)[0], order)
+    if config["model_type"] == GEMMA4_TEXT:
+        _note_factors(contents, source, model)
     if not contents.manifest.layers:
         raise CheckpointError(
             f"{source.path} holds no quantized layer: load its floats with transformers' from_pretrained(folder, "
             "gguf_file=...), and call qgemm.quantize_model"
         )
     return contents
+
+
+def _note_factors(contents: Contents, source: GgufModel, model: nn.Module) -> None:
+    """Notes that factors of Gemma 4's single experts are a vector in ``model``."""
+    dtype = next(model.parameters()).dtype
+
+    def stack(*values: Tensor) -> Sequence[Tensor]:
+        return (torch.stack([value.reshape(()) for value in values]).to(dtype),)
+
+    free = [name for name in source.stored if name in contents.headers]
+    for target, names in factors_of_experts(free).items():
+        contents.convert_together(names, {target: (names[0], (len(names),), dtype)}, stack)
 
 
 def _row_order(source: GgufModel, names: ModelNames, name: str, target: str, model: nn.Module) -> RowOrder | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 from qgemm.checkpoint.gguf_architectures import ARCHITECTURES, BASE, own_config, scaling_of_mistral3
+from qgemm.checkpoint.gguf_gemma4 import GEMMA4, gemma4_config
 
 ROTARY_FACTORS = "rope_freqs.weight"
 """The tensor by whose values rotary frequencies are divided, in files of Llama 3.1 and later."""
@@ -87,8 +88,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "ssm.dt_b_c_rms": (False,),
 }
 # Architectures that transformers has in its tables, although it doesn't read files as llama.cpp writes them.
-_MISREAD = ("deci", "gemma4")
-_OF_MIXTURES = ("gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe")
+_MISREAD = ("deci",)
+_OF_MIXTURES = (GEMMA4, "gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe")
 # What GPT-OSS says about long contexts, and its files don't.
 _GPT_OSS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
@@ -119,8 +120,10 @@ def model_config(
     if not is_gguf_available():
         raise ImportError(f'{path} is read with the package gguf: pip install "gguf>=0.10"')
     try:
-        if architecture in ARCHITECTURES:
-            config: dict[str, Any] = own_config(path, settings, names)
+        if architecture == GEMMA4:
+            config: dict[str, Any] = gemma4_config(path, settings, names)
+        elif architecture in ARCHITECTURES:
+            config = own_config(path, settings, names)
         else:
             with TemporaryDirectory() as folder:
                 (small := Path(folder) / path.name).write_bytes(header)

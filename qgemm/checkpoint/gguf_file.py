@@ -35,13 +35,16 @@ _STRING, _ARRAY = 8, 9
 # Far more than any model has: tensors, then with experts one by one, and values in lists, which are tokens mostly.
 _MOST_STORED, _MOST_TENSORS, _MOST_LISTED = 1 << 16, 1 << 18, 1 << 22
 _MOST_DIMENSIONS = 4
+# Lists with one value for each layer.
+_MOST_KEPT = 1 << 10
 _MOST_EXPERTS = 1 << 16
 _PIECE = 1 << 20
 _LONG_LIST = 1 << 14
 
 
 class GgufFile(TensorFile):
-    """An open GGUF file. ``settings``: its numbers and texts by name. ``types``: the block type of each tensor.
+    """An open GGUF file. ``settings``: its numbers and texts by name, and None for lists. ``lists``: the short ones, of
+    numbers. ``types``: the block type of each tensor.
 
     ``stored_settings``: each setting as it is in the file, but for long lists, which are empty. ``count``: the number
     of tensors, with all experts of a layer as one.
@@ -50,6 +53,7 @@ class GgufFile(TensorFile):
     kind = "GGUF"
     count: int
     settings: dict[str, Any]
+    lists: dict[str, tuple[Any, ...]]
     types: dict[str, BlockType]
     stored_settings: list[bytes]
 
@@ -62,12 +66,12 @@ class GgufFile(TensorFile):
         if version not in _VERSIONS:
             raise ValueError("it is big-endian" if version >> 24 in _VERSIONS else f"its version is {version}")
         self.metadata = {}
-        self.settings, self.stored_settings = {}, []
+        self.settings, self.lists, self.stored_settings = {}, {}, []
         for _ in range(settings):
             begin = self._at
             name = self._text()
             after_types = self._at + 8
-            value = self._value(*self._unpack("I"))
+            value = self._value(name, *self._unpack("I"))
             if name in self.settings:
                 raise ValueError(f"it has two settings {name}")
             self.settings[name] = value
@@ -124,8 +128,8 @@ class GgufFile(TensorFile):
             if len(self.places) > _MOST_TENSORS:
                 raise ValueError(f"it has more than {_MOST_TENSORS} tensors, the weights of experts among them")
 
-    def _value(self, number: int) -> Any:
-        """A setting's value; None for a list, which is passed over."""
+    def _value(self, name: str, number: int) -> Any:
+        """A setting's value; None for a list, which is kept if it is a short one of numbers."""
         if number == _STRING:
             return self._text()
         if number != _ARRAY:
@@ -138,7 +142,10 @@ class GgufFile(TensorFile):
             for _ in range(count):
                 self._take(self._unpack("Q")[0])
         else:
-            self._take(struct.calcsize(f"<{_number(inside)}") * count)
+            layout = f"{min(count, _MOST_KEPT)}{_number(inside)}"
+            values = self._take(struct.calcsize(f"<{_number(inside)}") * count)
+            if count <= _MOST_KEPT:
+                self.lists[name] = struct.unpack(f"<{layout}", values)
         return None
 
     def _text(self) -> str:

@@ -20,6 +20,7 @@ _SETTINGS = [
     *("attention.sliding_window_pattern", "expert_count", "expert_used_count", "expert_weights_scale", "logit_scale"),
     *("final_logit_softcapping", "attn_logit_softcapping", "attention.causal", "context_length", "ssm.inner_size"),
     *("attention.temperature_scale", "rope.scaling.yarn_log_multiplier", "residual_scale", "embedding_scale"),
+    *("attention.shared_kv_layers", "attention.key_length_swa", "rope.dimension_count_swa", "feed_forward_length"),
 ]
 _NAMES = [
     *("", "x" * 70, "rope_freqs.weight", "output.weight", "blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_up_exps.weight"),

@@ -18,6 +18,7 @@ from checkpoint.fuzz_gguf import broken
 from checkpoint.gguf_dense import MODELS as DENSE_MODELS
 from checkpoint.gguf_dense import write_like
 from checkpoint.gguf_files import Array, Tensors, random_blocks, random_tensors, write_file
+from checkpoint.gguf_gemma4 import KINDS, write_gemma4
 from checkpoint.gguf_mixtures import write_gpt_oss, write_mixtral
 from checkpoint.gguf_models import MODELS, float_model, settings_of, write_model
 from qgemm import CheckpointError, QuantLinear
@@ -360,7 +361,7 @@ def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
         qgemm.load_quantized(path)
 
 
-CALLED = {"mixtral": "llama", "nvfp4": "llama", "ministral3": "mistral3"}
+CALLED = {"mixtral": "llama", "nvfp4": "llama", "ministral3": "mistral3", **dict.fromkeys(KINDS, "gemma4")}
 BROKEN, COMPLETE_BROKEN = 100, 2000
 """Files; the latter with ``--complete``. 16,000 have been read."""
 
@@ -373,6 +374,9 @@ def test_broken_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     good = {name: write_model(tmp_path / f"{name}.gguf", name).read_bytes() for name in MODELS}
     for name, write in writers.items():
         write(tmp_path / f"{name}.gguf")
+        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    for name in KINDS:
+        write_gemma4(tmp_path / f"{name}.gguf", name)
         good[name] = (tmp_path / f"{name}.gguf").read_bytes()
     for name in DENSE_MODELS:
         write_like(tmp_path / f"{name}.gguf", name)

@@ -128,10 +128,9 @@ def test_refused(case: str, tmp_path: Path) -> None:
 
 def test_architectures_that_are_refused(tmp_path: Path) -> None:
     settings = settings_of("llama")
-    for architecture in ("gemma4", "deci"):
-        path = write_file(tmp_path / "a.gguf", architecture, settings, {})
-        with pytest.raises(CheckpointError, match=f"transformers doesn't read {architecture} as llama.cpp writes it"):
-            read_gguf(path).config("float32")
+    path = write_file(tmp_path / "a.gguf", "deci", settings, {})
+    with pytest.raises(CheckpointError, match=r"transformers doesn't read deci as llama\.cpp writes it"):
+        read_gguf(path).config("float32")
     path = write_file(tmp_path / "a.gguf", "command-r", settings, {})
     with pytest.raises(CheckpointError, match="architecture command-r is not supported yet"):
         read_gguf(path).config("float32")

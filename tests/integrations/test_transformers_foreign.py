@@ -77,6 +77,25 @@ def test_a_folder_of_pickles_alone(copied: Callable[[str], Path]) -> None:
     assert same_tensors(qgemm.load_quantized(folder), qgemm.load_quantized(SAMPLES / NAME))
 
 
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_an_index_that_leads_to_another_checkpoint(
+    everywhere: bool, copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers follows it, and the layers would be those of the other one."""
+    folder = copied(NAME)
+    other = Path(shutil.copytree(folder, tmp_path / "a"))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model-00001-of-00002.safetensors", {"format": "pt"})
+    names = sorted(tensors)
+    away = str(other / "model.safetensors")
+    places = {name: away if everywhere or name == names[0] else "model-00001-of-00002.safetensors" for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for load_it in (qgemm.load_quantized, load):
+        with pytest.raises(CheckpointError, match=r"files must lie directly in the folder|isn't in the folder .*copy"):
+            load_it(folder)
+
+
 @pytest.mark.parametrize("said", [{}, {"dtype": None}, {"torch_dtype": None}])
 @pytest.mark.parametrize("name", every_sample([NAME, "ct-w4a16-g32-asym", "fp8-block128", "bnb-nf4"]))
 @pytest.mark.filterwarnings("ignore:.*copy")

@@ -11,6 +11,7 @@ load a tensor from the files with the same name as a parameter, but another shap
 from __future__ import annotations
 
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,18 @@ def admit_nameless(supports: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return supports_method
 
 
+def _check_place(files: list[Path], named: str | None) -> None:
+    """Raises ``CheckpointError`` for files outside of the folder ``named``, if that is one, or in several folders.
+
+    transformers follows an index to any path, and the config there would be taken for this model's.
+    """
+    folders = [Path(os.path.abspath(file.parent)) for file in files]
+    wanted = Path(os.path.abspath(named)) if named and os.path.isdir(named) else folders[0]
+    for file, folder in zip(files, folders, strict=True):
+        if folder != folders[0] or not folder.is_relative_to(wanted):
+            raise CheckpointError(f"{file}, which the index names, isn't in the folder {wanted}")
+
+
 class _Waiting(nn.Module):
     """A module in the place where ``layer`` will be."""
 
@@ -126,6 +139,7 @@ class ForeignLoad:
         checkpoint's; ``ValueError`` if ``config`` has options that only apply to float models.
         """
         folder = files[0].parent
+        _check_place(files, model.name_or_path)
         config_path = checkpoint_file(folder, CONFIG_FILE)
         values = read_json(config_path)
         scheme = config.one_scheme()
