@@ -108,7 +108,7 @@ class QuantizedLoad:
 
     def finish(self, model: PreTrainedModel) -> None:
         """Checks what was read, and adds what transformers doesn't read; raises ``CheckpointError``."""
-        del model._get_dtype_plan  # type: ignore[method-assign]
+        del model._get_dtype_plan
         for name in self._manifest.layers:
             layer = model.get_submodule(name)
             assert isinstance(layer, QuantLayer)
