@@ -23,7 +23,7 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import split_name
-from qgemm.numerics.formats import INT8
+from qgemm.numerics.formats import INT8, MIN_SCALE
 from qgemm.scheme import SCHEMES
 
 QUANT_METHOD = "bitsandbytes"
@@ -64,4 +64,5 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
 
 def _to_scale(absmax: Tensor) -> Tensor:
-    return absmax / INT8.steps
+    # A row of zeros has 0; the smallest positive scale gives the same values.
+    return torch.where(absmax == 0, MIN_SCALE, absmax / INT8.steps)

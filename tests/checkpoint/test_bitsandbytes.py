@@ -21,6 +21,7 @@ from checkpoint.models import tiny_llama
 from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError
 from qgemm.nn.linear_layer import linear_weight
+from qgemm.numerics.formats import MIN_SCALE
 
 LAYER = "transformer.h.0.mlp.c_fc"
 NAMES = {"llama": "model.layers.0.mlp.up_proj", "gpt2": LAYER}
@@ -105,6 +106,7 @@ def test_a_row_of_zeros(folder: Path) -> None:
     y = layer(torch.randn(5, 32)) - layer.bias
     assert torch.equal(y[:, 3], torch.zeros(5))
     assert bool((y[:, 4] != 0).any())
+    assert layer.weight_scale[3].item() == MIN_SCALE  # positive, as scales of such layers are
 
 
 def test_older_configs_have_no_quant_method(folder: Path) -> None:

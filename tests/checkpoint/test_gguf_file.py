@@ -154,7 +154,7 @@ def test_many_experts_of_few_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_type_of_number(tmp_path: Path) -> None:
-    # As ggml's docs/gguf.md lists them: 8 is text, 9 a list.
+    # As ggml's docs/checkpoints/gguf.md lists them: 8 is text, 9 a list.
     numbers = {
         **{0: ("B", 200), 1: ("b", -100), 2: ("H", 60_000), 3: ("h", -30_000), 4: ("I", 1 << 31), 5: ("i", -5)},
         **{6: ("f", 0.5), 7: ("?", True), 10: ("Q", 1 << 63), 11: ("q", -(1 << 40)), 12: ("d", 0.1)},
