@@ -481,9 +481,7 @@ def test_a_state_dict_goes_into_a_new_module(assign: bool) -> None:
 def test_float_weights_are_refused_by_name() -> None:
     module = ALL["mixtral"]()
     layer = QuantExperts.from_experts(module)
-    with pytest.raises(
-        RuntimeError, match=r"gate_up_proj is torch.float32 but QuantExperts holds torch.int8: load the "
-    ):
+    with pytest.raises(RuntimeError, match=r"gate_up_proj is torch.float32 but QuantExperts holds torch.int8: load "):
         layer.load_state_dict(module.state_dict(), strict=False)
 
 

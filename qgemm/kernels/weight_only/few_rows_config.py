@@ -41,6 +41,12 @@ class FewRows:
 Tiles = dict[float, FewRows]
 """Tiles by how many times 16 rows of the weight an SM has at most."""
 
+SIXTEEN_ROWS: Tiles = {
+    2: FewRows(4, 32, 16, 3, 8, 16),
+    4: FewRows(4, 32, 16, 2, 8, 16, 128),
+    math.inf: FewRows(2, 32, 16, 2, 4, 16, 128),
+}
+"""Of x, by a 4-bit weight."""
 # 16 to 24 warps on an SM keep enough of the weight in flight: where the SM has few rows of it, more warps share K.
 # Three programs of eight warps fit an SM with 80 registers per thread. Forms that need a few more spill them, and are
 # faster all the same. Each program reads all of x; from 9 rows of x on, that is more than 16 rows of the weight, so a
@@ -54,11 +60,7 @@ FEW_ROWS: dict[tuple[int, int], Tiles] = {
         math.inf: FewRows(2, 16, 8, 3, 2, 1, biased=False),
     },
     (4, 8): {2: FewRows(4, 16, 8, 4, 4, 8), 4: FewRows(4, 32, 8, 2, 8, 8), math.inf: FewRows(2, 32, 8, 4, 4, 8)},
-    (4, 16): {
-        2: FewRows(4, 32, 16, 3, 8, 16),
-        4: FewRows(4, 32, 16, 2, 8, 16, 128),
-        math.inf: FewRows(2, 32, 16, 2, 4, 16, 128),
-    },
+    (4, 16): SIXTEEN_ROWS,
     (8, 1): {4: FewRows(8, 16, 8, 4, 8, 1), math.inf: FewRows(4, 16, 8, 4, 4, 1)},
     (8, 8): {4: FewRows(4, 32, 8, 4, 8, 8), math.inf: FewRows(4, 32, 8, 3, 8, 8)},
     (8, 16): {
@@ -76,11 +78,7 @@ BY_GROUPS: dict[tuple[int, int], Tiles] = {
         math.inf: FewRows(2, 16, 8, 4, 2, 1, biased=False),
     },
     (4, 8): {2: FewRows(8, 16, 8, 2, 8, 8), 4: FewRows(4, 16, 8, 3, 4, 8), math.inf: FewRows(2, 32, 8, 4, 4, 8)},
-    (4, 16): {
-        2: FewRows(4, 32, 16, 3, 8, 16),
-        4: FewRows(4, 32, 16, 2, 8, 16, 128),
-        math.inf: FewRows(2, 32, 16, 2, 4, 16, 128),
-    },
+    (4, 16): SIXTEEN_ROWS,
     (8, 1): {6: FewRows(8, 16, 8, 3, 8, 1), math.inf: FewRows(4, 16, 8, 3, 4, 1)},
     (8, 8): {2: FewRows(8, 16, 8, 3, 8, 8), 4: FewRows(4, 16, 8, 3, 4, 8), math.inf: FewRows(4, 32, 8, 3, 8, 8)},
     (8, 16): {2: FewRows(8, 16, 16, 2, 8, 16), 4: FewRows(4, 32, 16, 3, 8, 16), math.inf: FewRows(4, 32, 16, 2, 8, 16)},
