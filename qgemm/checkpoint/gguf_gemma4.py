@@ -118,6 +118,7 @@ def set_rotated_part(path: Path, config: dict[str, Any], factors: Tensor | None)
     is_known = factors.ndim == 1 and bool((factors[:rotated] == 1).all() and (factors[rotated:] >= _NOT_ROTATED).all())
     if (
         not is_known
+        or rotated == 0
         or 2 * len(factors) != config["global_head_dim"]
         or rotated / len(factors) * len(factors) != rotated
     ):

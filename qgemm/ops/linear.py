@@ -20,6 +20,7 @@ product. Layers do so when they are made; ``scaled_mm`` waits unless called with
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,15 +166,14 @@ def _declare_layer(
     check: Callable[..., None],
     stored: Callable[..., ScaledWeight],
     *,
-    direct: Callable[..., Tensor],
     bias_at: int,
     residual_at: int | None = None,
     weight_at: slice = slice(1, 3),
     sizes: slice = slice(0),
-) -> Callable[..., Tensor]:
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Declares a layer of ``(x, weight, scale, ...)``, with derivatives for ``x``, its bias and its residual.
 
-    Returns ``direct``, which bypasses the dispatcher, with gradients, for calls that need nothing else.
+    Returns what makes a function that bypasses the dispatcher ``differentiable``, with the layer's gradients.
 
     ``bias_at``, ``residual_at``: where those are among the arguments; a residual may be left out. ``check(*arguments)``
     raises for what ``compute`` can't take. ``stored(weight, scale, *others, *sizes)``: the weight as one value, from
@@ -232,7 +232,7 @@ def _declare_layer(
         autocast=True,
         batched=(0,) if residual_at is None else (0, residual_at),
     )
-    return differentiable(name, direct, setup_context, backward)
+    return partial(differentiable, name, setup_context=setup_context, backward=backward)
 
 
 def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,17 +251,15 @@ _quant_linear_with_gradients = _declare_layer(
     dispatch.quant_linear,
     checks.check_quant_linear,
     ScaledWeight.of_rows,
-    direct=quant_linear,
     bias_at=3,
     residual_at=5,
-)
+)(quant_linear)
 _declare_layer(
     "quant_linear_asymmetric(Tensor x, Tensor weight, Tensor weight_scale, Tensor bias, Tensor input_scale, "
     "Tensor zero_point) -> Tensor",
     dispatch.quant_linear_asymmetric,
     checks.check_quant_linear_asymmetric,
     ScaledWeight.of_rows,
-    direct=dispatch.quant_linear_asymmetric,
     bias_at=3,
 )
 _block_scaled_linear_with_gradients = _declare_layer(
@@ -269,10 +267,9 @@ _block_scaled_linear_with_gradients = _declare_layer(
     dispatch.block_scaled_linear,
     checks.check_block_scaled_linear,
     ScaledWeight.of_blocks,
-    direct=block_scaled_linear,
     bias_at=3,
     residual_at=4,
-)
+)(block_scaled_linear)
 _weight_only_linear_with_gradients = _declare_layer(
     "weight_only_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? global_scale, "
     "Tensor? input_order, Tensor? bias, int in_features, str format, int group_size, bool int8_activations=False, "
@@ -280,12 +277,11 @@ _weight_only_linear_with_gradients = _declare_layer(
     _of_value(weight_only.weight_only_linear),
     _of_value(checks.check_weight_only_linear),
     lambda *fields: ScaledWeight._make((*fields[:5], None, *fields[5:], False, None)),
-    direct=_of_value(weight_only_linear),
     bias_at=6,
     residual_at=12,
     weight_at=slice(1, 6),
     sizes=slice(7, 10),
-)
+)(_of_value(weight_only_linear))
 
 
 def _multiply_fake(q: Tensor, row_scale: Tensor, weight: Tensor, *others: Any) -> Tensor:

@@ -28,6 +28,14 @@ def check_same(path: Path, wanted: Any) -> Any:
     return model
 
 
+def check_same_when_saved(path: Path, wanted: Any) -> None:
+    """As ``check_same`` of layers in 8 bits; and qgemm's own folder gives the same logits."""
+    model = check_same(path, wanted)
+    assert {layer.scheme.name for layer in model.modules() if hasattr(layer, "scheme")} == {"int8-weight-32"}
+    qgemm.save_quantized(model, path.parent / "saved")
+    assert torch.equal(qgemm.load_quantized(path.parent / "saved")(IDS).logits, model(IDS).logits)
+
+
 def test_gpt_oss(tmp_path: Path) -> None:
     model = check_same(tmp_path / "a.gguf", write_gpt_oss(tmp_path / "a.gguf"))
     experts = model.model.layers[1].mlp.experts

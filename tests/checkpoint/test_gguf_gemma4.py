@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import qgemm
 from checkpoint.gguf_gemma4 import FULL, KINDS, LAYERS, WINDOWED, WINDOWS, write_gemma4
-from checkpoint.test_gguf_experts import check_same
+from checkpoint.test_gguf_experts import check_same_when_saved
 from qgemm import CheckpointError
 from qgemm.checkpoint.gguf import read_gguf
 
@@ -25,11 +24,7 @@ KEYS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_models(kind: str, tmp_path: Path) -> None:
     wanted = write_gemma4(tmp_path / "a.gguf", kind, KEYS if kind == "small" else None)
-    model = check_same(tmp_path / "a.gguf", wanted)
-    assert {layer.scheme.name for layer in model.modules() if hasattr(layer, "scheme")} == {"int8-weight-32"}
-    qgemm.save_quantized(model, tmp_path / "saved")
-    ids = torch.arange(3, 27).view(2, 12)
-    assert torch.equal(qgemm.load_quantized(tmp_path / "saved")(ids).logits, model(ids).logits)
+    check_same_when_saved(tmp_path / "a.gguf", wanted)
 
 
 def test_without_factors(tmp_path: Path) -> None:
@@ -60,6 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "experts": ({"expert_count": 4}, {}, "doesn't state expert_used_count as one number"),
     "other factors": ({}, factors(*[2.0] * 32), "rope_freqs.weight holds factors that aren't those of Gemma 4"),
     "fewer factors": ({}, factors(*[1.0] * 16), "rope_freqs.weight holds factors that aren't those of Gemma 4"),
+    "none rotated": ({}, factors(*[1e30] * 32), "rope_freqs.weight holds factors that aren't those of Gemma 4"),
     "no factors": ({}, factors(), "rope_freqs.weight holds factors that aren't those of Gemma 4"),
 }
 
