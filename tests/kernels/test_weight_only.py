@@ -7,7 +7,9 @@ import torch
 from numerics.test_groups import DTYPES, stored
 from torch import Tensor
 
+from qgemm.kernels.launch import plans
 from qgemm.kernels.launch.plans import recall
+from qgemm.kernels.linear.launcher import LinearPlan
 from qgemm.kernels.reference import weight_only_linear_reference
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch, float_launcher
@@ -183,6 +185,25 @@ def test_a_call_like_another_is_recalled(kind: str, shape: tuple[int, ...], adds
     # What isn't aligned must be looked at.
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[1:].view(shape).copy_(x)
     assert run(shifted, *tensors, residual) is None
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("int8_activations", [False, True])
+def test_a_call_is_recalled_in_the_mode_it_was_made_in(
+    int8_activations: bool, has_gradients: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """A call that is never recalled takes the host four times as long."""
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
+    monkeypatch.setattr(plans, "_guarded", {})
+    monkeypatch.setattr(LinearPlan, "run", lambda plan, x, *rest: x)
+    weight = ScaledWeight(**operands("int4", device)[0])._replace(int8_activations=int8_activations)
+    x = torch.randn(3, K, device=device)
+    with torch.set_grad_enabled(has_gradients):
+        dispatch.weight_only_linear(x, weight, recallable=True)
+    for records in (False, True):
+        with torch.set_grad_enabled(records):
+            run = recall(x, weight.values, weight.scale, weight.bias, weight.zero_point, None, weight[6:10])
+        assert (run is not None) == (records == has_gradients)
 
 
 @KIND

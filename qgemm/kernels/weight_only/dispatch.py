@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.checks import check_weight_only_linear, on_gpu
+from qgemm.kernels.cpu_rows import without_grad
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import cpu, int8_cpu
 from qgemm.numerics.groups import to_input_order_
@@ -26,7 +27,6 @@ def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
     return rows if weight.input_order is None else to_input_order_(rows, weight.input_order)
 
 
-@torch.no_grad()
 def weight_only_linear(
     x: Tensor, weight: ScaledWeight, residual: Tensor | None = None, recallable: bool = False
 ) -> Tensor:
@@ -42,8 +42,8 @@ def weight_only_linear(
     check_weight_only_linear(x, weight, residual)
     x = x if weight.input_order is None else x.index_select(-1, weight.input_order)
     if not on_gpu(x):
-        out = int8_cpu.weight_only_linear(x, weight) if weight.int8_activations else cpu.weight_only_linear(x, weight)
-        return out if residual is None else out.add_(residual)
+        return _on_cpu(x, weight, residual)
+    # With gradients on or off, as it came: a call is recalled in the mode that it was remembered in.
     if weight.int8_activations:
         from qgemm.kernels.weight_only import int8_launcher
 
@@ -52,3 +52,9 @@ def weight_only_linear(
 
     with torch.autocast(x.device.type, enabled=False):
         return float_launcher.weight_only_linear(x, weight, residual, recallable)
+
+
+@without_grad
+def _on_cpu(x: Tensor, weight: ScaledWeight, residual: Tensor | None) -> Tensor:
+    out = int8_cpu.weight_only_linear(x, weight) if weight.int8_activations else cpu.weight_only_linear(x, weight)
+    return out if residual is None else out.add_(residual)

@@ -18,7 +18,6 @@ from qgemm.numerics.packing import HALF
 _PIECE = 1 << 20
 
 
-@torch.no_grad()
 def weight_only_linear(x: Tensor, weight: ScaledWeight) -> Tensor:
     """``dispatch.weight_only_linear`` with int8 activations. The columns of ``x`` are in the weight's order."""
     stored, scale, zero_point, _, _, bias, K, _, group_size, _, _ = weight
