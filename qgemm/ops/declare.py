@@ -82,7 +82,8 @@ def differentiable(name: str, direct: Function, setup_context: Function, backwar
         return tuple(backward(ctx, ctx.needs_input_grad, *grads))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)}
-    function: Any = type(f"{name}_direct_derivative", (torch.autograd.Function,), methods)
+    # Single-level, because no transform of torch.func is active: looking for those takes as long as all the rest.
+    function: Any = type(f"{name}_direct_derivative", (_SingleLevelFunction,), methods)
     return function.apply  # type: ignore[no-any-return]
 
 
@@ -120,10 +121,15 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
+def without_autocast() -> Any:
+    """A context in which autocast is off, on every device; it takes less time than ``torch.autocast``."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
 def _register_autocast(declared: Any, name: str) -> None:
     def run(x: Tensor, *others: Any) -> Any:
         x = to_autocast_dtype(x)
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with without_autocast():
             return declared(x, *others)
 
     for device in ("CPU", "CUDA"):

@@ -60,6 +60,15 @@ def concerns_gradients_alone(x: Tensor, *others: Tensor | None) -> bool:
     return all(type(tensor) in _PLAIN for tensor in (x, *others)) and not _is_watched(x)
 
 
+def is_under_autocast(x: Tensor) -> bool:
+    """Whether autocast may cast ``x``, a plain tensor."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and (x.is_cuda or x.is_cpu)
+        and torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+    )
+
+
 def _is_watched(x: Tensor) -> bool:
     """Whether anything is active that sees every call."""
     return (

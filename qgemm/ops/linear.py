@@ -27,12 +27,18 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import checks, dispatch
-from qgemm.kernels.launch.plans import recall
+from qgemm.kernels.launch.plans import recall, remember
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch as weight_only
-from qgemm.ops.declare import differentiable, operator
-from qgemm.ops.direct import concerns_gradients_alone, recall_launch, remember_launch, seen_by_others
+from qgemm.ops.declare import differentiable, operator, to_autocast_dtype, without_autocast
+from qgemm.ops.direct import (
+    concerns_gradients_alone,
+    is_under_autocast,
+    recall_launch,
+    remember_launch,
+    seen_by_others,
+)
 from qgemm.ops.float_weight import float_weight
 
 
@@ -57,10 +63,15 @@ def quant_linear(
         recalled = run(x, weight, weight_scale, bias, input_scale, residual)
         if recalled is not None:
             return recalled
-    if seen_by_others(x, weight, weight_scale, bias, input_scale, residual):
-        if concerns_gradients_alone(x, weight, weight_scale, bias, input_scale, residual):
-            out = _quant_linear_with_gradients(x, weight, weight_scale, bias, input_scale, residual)
-            return out
+    if is_under_autocast(x):
+        x = to_autocast_dtype(x)
+        with without_autocast():
+            return quant_linear(x, weight, weight_scale, bias, input_scale, residual)
+    tensors = x, weight, weight_scale, bias, input_scale, residual
+    if seen_by_others(*tensors):
+        if concerns_gradients_alone(*tensors):
+            remember(_quant_linear_with_gradients, *tensors, differentiates=True)
+            return _quant_linear_with_gradients(*tensors)
         out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale, residual)
         return out
     return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable=True)
@@ -70,9 +81,11 @@ def weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None 
     """``torch.ops.qgemm.weight_only_linear``, with less host time where possible, as in ``quant_linear``."""
     out: Tensor
     values, scale, zero_point, global_scale, input_order, bias = weight[:6]
-    if torch.compiler.is_compiling() or input_order is not None:
+    if torch.compiler.is_compiling():
         out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
+    if input_order is not None:
+        return _weight_only_linear_in_order(x, weight, input_order, residual)
     step = weight.step
     other, what = (zero_point, weight[6:10]) if step is None else (step, (*weight[6:10], "step"))
     other = other if global_scale is None else global_scale
@@ -81,13 +94,49 @@ def weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None 
         recalled = run(x, values, scale, bias, other, residual)
         if recalled is not None:
             return recalled
-    if seen_by_others(x, values, scale, bias, other, residual):
-        if concerns_gradients_alone(x, values, scale, bias, other, residual):
-            out = _weight_only_linear_with_gradients(x, *weight, residual)
-            return out
+    if is_under_autocast(x):
+        x = to_autocast_dtype(x)
+        with without_autocast():
+            return weight_only_linear(x, weight, residual)
+    tensors = x, values, scale, bias, other, residual
+    if seen_by_others(*tensors):
+        if concerns_gradients_alone(*tensors):
+            remember(_with_gradients_of(weight), *tensors, what, differentiates=True)
+            return _weight_only_linear_with_gradients(x, *weight, residual)
         out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
     return weight_only.weight_only_linear(x, weight, residual, recallable=True)
+
+
+def _weight_only_linear_in_order(
+    x: Tensor, weight: ScaledWeight, input_order: Tensor, residual: Tensor | None
+) -> Tensor:
+    """``weight_only_linear`` of a weight whose columns are in another order than those of ``x``."""
+    tensors = x, *weight[:6], residual
+    is_plain = is_under_autocast(x) or not seen_by_others(*tensors) or concerns_gradients_alone(*tensors)
+    fits = x.shape[-1:] == input_order.shape and x.device == input_order.device and x.layout == torch.strided
+    if is_plain and fits:
+        ordered = x.index_select(-1, input_order)
+        return weight_only_linear(ordered, weight._replace(input_order=None), residual)
+    out: Tensor = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
+    return out
+
+
+def _with_gradients_of(weight: ScaledWeight) -> Callable[..., Tensor]:
+    """``_weight_only_linear_with_gradients`` for the arguments that ``recall`` knows weights like this one by."""
+    numbers, has_step, has_unit = weight[6:10], weight.step is not None, weight.global_scale is not None
+
+    def run(
+        x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, other: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        step = other if has_step else None
+        unit = other if has_unit else None
+        zero_point = None if has_step or has_unit else other
+        return _weight_only_linear_with_gradients(
+            x, values, scale, zero_point, unit, None, bias, *numbers, step, residual
+        )
+
+    return run
 
 
 def block_scaled_linear(
@@ -103,13 +152,24 @@ def block_scaled_linear(
         recalled = run(x, weight, weight_scale, bias, None, residual)
         if recalled is not None:
             return recalled
-    if seen_by_others(x, weight, weight_scale, bias, None, residual):
-        if concerns_gradients_alone(x, weight, weight_scale, bias, None, residual):
-            out = _block_scaled_linear_with_gradients(x, weight, weight_scale, bias, residual)
-            return out
+    if is_under_autocast(x):
+        x = to_autocast_dtype(x)
+        with without_autocast():
+            return block_scaled_linear(x, weight, weight_scale, bias, residual)
+    tensors = x, weight, weight_scale, bias, None, residual
+    if seen_by_others(*tensors):
+        if concerns_gradients_alone(*tensors):
+            remember(_recalled_block_scaled, *tensors, "blocks", differentiates=True)
+            return _block_scaled_linear_with_gradients(x, weight, weight_scale, bias, residual)
         out = torch.ops.qgemm.block_scaled_linear(x, weight, weight_scale, bias, residual)
         return out
     return dispatch.block_scaled_linear(x, weight, weight_scale, bias, residual, recallable=True)
+
+
+def _recalled_block_scaled(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, none: None, residual: Tensor | None
+) -> Tensor:
+    return _block_scaled_linear_with_gradients(x, weight, weight_scale, bias, residual)
 
 
 def multiply(

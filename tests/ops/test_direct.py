@@ -59,7 +59,12 @@ class Subclass(Tensor):
     pass
 
 
+AUTOCAST: dict[str, Any] = {
+    "autocast": lambda f, x, *rest: torch.autocast(x.device.type, torch.bfloat16)(f)(x, *rest),
+    "autocast of its dtype": lambda f, x, *rest: torch.autocast(x.device.type, torch.bfloat16)(f)(x.bfloat16(), *rest),
+}
 DIRECT: dict[str, Any] = {
+    **AUTOCAST,
     "plainly": lambda f, x, *rest: f(x, *rest),
     "no bias": lambda f, x, weight, scale, bias, none: f(x, weight, scale, None, none),
     "under no_grad, of what requires gradients": lambda f, x, *rest: torch.no_grad()(f)(x.requires_grad_(), *rest),
@@ -99,6 +104,7 @@ WITH_GRADIENTS: dict[str, Any] = {
     "gradients of x": lambda f, x, *rest: f(x.requires_grad_(), *rest),
     "gradients of the bias": lambda f, x, weight, scale, bias, none: f(x, weight, scale, bias.requires_grad_(), none),
     "gradients of the residual": lambda f, x, *rest: f(x, *rest, torch.ones(5, 8, device=x.device, requires_grad=True)),
+    "gradients under autocast": lambda f, x, *rest: AUTOCAST["autocast"](f, x.requires_grad_(), *rest),
     "gradients of the scale": lambda f, x, weight, scale, *rest: f(x, weight, scale.requires_grad_(), *rest),
 }
 
@@ -129,7 +135,7 @@ def test_a_call_with_gradients_goes_past_the_dispatcher(what: str, direct: list[
     assert found == grads if isinstance(grads, str) else all(map(torch.equal, found, grads))
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8-block"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8-block", "int4-32-asymmetric-ordered"])
 def test_a_layer_can_be_differentiated_twice(scheme: str, device: torch.device) -> None:
     layer = linear_class(scheme).from_linear(nn.Linear(128, 128).to(device), scheme)
     x = torch.randn(3, 128, device=device, requires_grad=True)
@@ -148,7 +154,6 @@ SEEN_BY_OTHERS: dict[str, Any] = {
     "a dispatch mode": lambda f, *rest: within(DispatchMode(), f, *rest),
     "a subclass": lambda f, x, *rest: f(x.as_subclass(Subclass), *rest).as_subclass(Tensor),
     "a subclass among the parameters": lambda f, x, w, *rest: f(x, w.as_subclass(Subclass), *rest).as_subclass(Tensor),
-    "autocast": lambda f, x, *rest: torch.autocast(x.device.type, torch.bfloat16)(f)(x, *rest),
     "meta tensors": lambda f, *rest: torch.zeros(
         f(*(value if value is None else value.to("meta") for value in rest)).shape
     ),
@@ -186,7 +191,10 @@ def remembered(device: torch.device) -> tuple[Any, tuple[Any, ...]]:
     return ops.quant_linear, arguments
 
 
-@pytest.mark.parametrize("what", [what for what in WITH_GRADIENTS | SEEN_BY_OTHERS if what != "torch.compile"])
+UNLIKE = WITH_GRADIENTS | SEEN_BY_OTHERS | AUTOCAST
+
+
+@pytest.mark.parametrize("what", [what for what in UNLIKE if what != "torch.compile"])
 def test_a_plan_is_not_recalled_for_a_call_that_others_see(what: str, remembered: tuple[Any, tuple[Any, ...]]) -> None:
     run, arguments = remembered
     found: list[Any] = []
@@ -197,7 +205,7 @@ def test_a_plan_is_not_recalled_for_a_call_that_others_see(what: str, remembered
         return out
 
     with contextlib.suppress(NotImplementedError, RuntimeError):  # what the operator can't do: forward gradients
-        (WITH_GRADIENTS | SEEN_BY_OTHERS)[what](call, *arguments)
+        UNLIKE[what](call, *arguments)
     assert found
     assert not any(found)
 
@@ -251,6 +259,25 @@ def test_what_requires_gradients_is_recalled_without_them_alone(device: torch.de
             assert plans.recall(x, *rest) is ops.quant_linear
         assert plans.recall(x, *rest) is None
         assert plans.recall(x.detach(), *rest) is None
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-int8", "nvfp4", "fp8-block", "int4-32-asymmetric-ordered"])
+def test_a_call_with_gradients_is_recalled(scheme: str, device: torch.device) -> None:
+    """And only for a call like it, with the same gradients."""
+    layer = linear_class(scheme).from_linear(nn.Linear(128, 128).to(device), scheme)
+    found: list[Any] = []
+    plans._guarded.clear()
+    for _ in range(2):
+        torch.manual_seed(0)
+        x = torch.randn(3, 128, device=device, requires_grad=True)
+        out = layer(x)
+        found.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        kept = [run for (records, _), runs in plans._guarded.items() if records for _, run in runs]
+        assert len(kept) == 1
+    assert all(map(torch.equal, *found))
+    plain = layer(x.detach())
+    assert not plain.requires_grad
+    assert torch.equal(plain, layer(x).detach())
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

@@ -90,18 +90,22 @@ def remember(
     other: Tensor | None,
     residual: Tensor | None = None,
     what: object = None,
+    differentiates: bool = False,
 ) -> None:
-    """Keeps ``run`` for calls like this one, which only the operator itself needs to see."""
+    """Keeps ``run`` for calls like this one, which only the operator itself, or ``run``, needs to see.
+
+    ``differentiates``: whether ``run`` has gradients.
+    """
     key = x.shape, weight.shape, bias is None, other is None, residual is None, what
     tensors = _given(x, weight, weight_scale, bias, other)
-    keep(run, key, tensors if residual is None else (*tensors, residual))
+    keep(run, key, tensors if residual is None else (*tensors, residual), differentiates)
 
 
-def keep(run: Any, key: Key, tensors: tuple[Tensor, ...]) -> None:
-    """Keeps ``run`` for ``find``."""
+def keep(run: Any, key: Key, tensors: tuple[Tensor, ...], differentiates: bool = False) -> None:
+    """Keeps ``run`` for ``find``. ``differentiates``: whether it has gradients."""
     # Guards don't see whether gradients are on. If so, autograd needs to see a call with a tensor that requires them.
     records = torch.is_grad_enabled()
-    if _Guards is None or (records and any(tensor.requires_grad for tensor in tensors)):
+    if _Guards is None or (records and not differentiates and any(tensor.requires_grad for tensor in tensors)):
         return
     try:
         guard = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
