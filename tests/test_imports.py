@@ -144,7 +144,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "qgemm.kernels": set(),
     "qgemm.ops": {"qgemm.kernels", "qgemm.numerics"},
-    "qgemm.nn": {"qgemm.ops", "qgemm.kernels", "qgemm.numerics", "qgemm.scheme"},
+    "qgemm.nn": {"qgemm.warn", "qgemm.ops", "qgemm.kernels", "qgemm.numerics", "qgemm.scheme"},
     "qgemm.model": {
         "qgemm.warn",
         "qgemm.arguments",

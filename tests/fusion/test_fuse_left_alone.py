@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
 from qgemm.nn.blocks.binding import fused_of
+from qgemm.nn.blocks.fused_module import warn_of_gradients
 from tests.fusion.test_fuse import BOTH, fused_parts, products_in, quantized
 from tests.operators import Operators
 
@@ -334,6 +336,22 @@ def test_a_frozen_model_is_fused_with_gradients_on() -> None:
     with Operators() as counted:
         example.model(**example.inputs)
     assert counted.products == products_in(example)
+
+
+def test_a_call_with_gradients_that_may_not_be_needed_is_a_warning_once() -> None:
+    example = quantized("llama")
+    fuse(example.model)
+    warn_of_gradients.cache_clear()
+    with pytest.warns(UserWarning, match=r"called with gradients on.*torch\.inference_mode\(\)") as seen:
+        for _ in range(2):
+            example.model(**example.inputs)
+    assert [warning.filename for warning in seen] == [__file__]
+    warn_of_gradients.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        example.model.train()(**example.inputs)
+        with torch.no_grad():
+            example.model.eval()(**example.inputs)
 
 
 def test_a_replaced_branch_is_called() -> None:

@@ -6,6 +6,7 @@ modules that aren't called, and still the modules that they were fused with.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from qgemm.nn.blocks.binding import has_own_forward
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.ops.direct import in_forward_mode, is_exporting
+from qgemm.warn import warn_user
 
 Places = tuple[tuple[nn.Module, str, nn.Module], ...]
 """Modules, with the holder and name of each."""
@@ -47,7 +49,11 @@ class FusedModule(ABC):
 
     def is_plain_call(self, module: nn.Module, x: Any, context: Mapping[str, Any]) -> bool:
         """Whether a call of ``module`` needs no gradients, and no global hook sees every module's call."""
-        if type(x) is not Tensor or module.training or (torch.is_grad_enabled() and _has_gradients(module, x, context)):
+        if type(x) is not Tensor or module.training:
+            return False
+        if torch.is_grad_enabled() and _has_gradients(module, x, context):
+            if not torch.compiler.is_compiling():
+                warn_of_gradients()
             return False
         if _of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks or in_forward_mode():
             return False
@@ -72,6 +78,15 @@ class FusedModule(ABC):
     def watched(self) -> tuple[nn.Module, ...]:
         """The bypassed modules whose calls others watch; because of them it computes as its class does."""
         return tuple(module for _, _, module in self.passed_over if _is_watched(module))
+
+
+@functools.cache  # once: looking for the user's line takes longer than a small layer
+def warn_of_gradients() -> None:
+    """Warns that fusion saves no time where gradients are recorded."""
+    warn_user(
+        "a fused model is called with gradients on, so its layers run one part after the other, as without fusion: "
+        "unless you need gradients, call it under torch.inference_mode() or torch.no_grad()"
+    )
 
 
 def _has_gradients(module: nn.Module, x: Tensor, context: Mapping[str, Any]) -> bool:
