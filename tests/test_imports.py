@@ -107,6 +107,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.stored_form",
         "qgemm.numerics",
     },
+    "qgemm.kernels.hadamard": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.numerics"},
     "qgemm.kernels.linear": {
         "qgemm.kernels.stages",
         "qgemm.kernels.launch",

@@ -17,6 +17,7 @@ from qgemm.kernels.checks import check_input
 from qgemm.nn.linear import QuantLinear
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.hadamard import hadamard
+from qgemm.ops.rows import hadamard as rotate
 from qgemm.scheme import QuantScheme
 
 # So many values are rotated at a time, because float64 takes four times the memory of a bfloat16 weight.
@@ -46,9 +47,9 @@ class RotatedLinear(QuantLinear):
         """Multiplies ``x @ H``. A row-parallel shard gathers all inputs first: blocks of ``H`` may span processes."""
         check_input(x, self.in_features)
         if self.shard is not None and self.shard.style == "row":
-            rotated = self.shard.own_columns(torch.ops.qgemm.hadamard(self.shard.gather_to_share(x))).contiguous()
+            rotated = self.shard.own_columns(rotate(self.shard.gather_to_share(x))).contiguous()
         else:
-            rotated = torch.ops.qgemm.hadamard(x)
+            rotated = rotate(x)
         return self.product(rotated)
 
 

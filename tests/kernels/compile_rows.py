@@ -7,6 +7,7 @@ from assumed_devices import META, Case
 
 from qgemm.kernels.activation import launcher as activate
 from qgemm.kernels.activations import GPT_OSS, GatedActivation
+from qgemm.kernels.hadamard import launcher as rotation
 from qgemm.kernels.norm import launcher as norms
 from qgemm.kernels.norms import MODULATED, Norm, NormCall
 from qgemm.kernels.sampling import launcher as sampling
@@ -51,6 +52,9 @@ def row_cases() -> Iterator[Case]:
     yield Case("activation bfloat16", lambda: activate.activate(rows(28_672, bf16), "silu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
     yield Case("activation gradients bfloat16", lambda: activation_backward(2880, bf16, GPT_OSS))
+    yield Case("rows hadamard float16", lambda: rotation.hadamard(rows(4096, fp16)))
+    yield Case("rows hadamard longest bfloat16", lambda: rotation.hadamard(rows(rotation.MAX_SIDE**2, bf16)))
+    yield Case("rows hadamard short bfloat16", lambda: rotation.hadamard(rows(3 * 64, bf16)))
     # The choice of a step's tokens, for one sequence and for many.
     yield Case("rows choose", lambda: choose(1, bf16, ends=True))
     yield Case("rows choose of many", lambda: choose(64, fp32, ends=False))

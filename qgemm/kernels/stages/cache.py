@@ -15,7 +15,8 @@ the ``L`` rows. They aren't dequantized one by one, which would take longer than
 import triton
 import triton.language as tl
 
-from qgemm.kernels.stages.aggregate import INTERPRETING, OPTIONAL, aggregate
+from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
+from qgemm.kernels.stages.dot import float_dot
 from qgemm.kernels.stages.epilogue import rounded
 
 PARTS_OF_STEP = tl.constexpr(254)  # ``low`` is from -127 to 127
@@ -89,7 +90,7 @@ class FloatKeys:
         """Queries times the keys at ``start + offsets``, float32 ``[rows, block]``; 0 from ``last`` on."""
         BLOCK_D: tl.constexpr = self.queries.shape[1]
         keys = _load_transposed(self.rows, start, offsets, last, self.D, BLOCK_D)
-        return _dot(self.queries, keys, tl.zeros((self.queries.shape[0], offsets.shape[0]), tl.float32))
+        return float_dot(self.queries, keys, tl.zeros((self.queries.shape[0], offsets.shape[0]), tl.float32))
 
 
 @aggregate
@@ -147,7 +148,7 @@ class FloatValues:
     def add(self, sums, decay, weights, start, offsets, last):
         """``sums * decay + weights @ values``, for the values at ``start + offsets``."""
         values = _load(self.rows, start, offsets, last, self.D, self.BLOCK_D)
-        return (_dot(rounded(weights, values.dtype), values, sums[0] * decay[:, None]),)
+        return (float_dot(rounded(weights, values.dtype), values, sums[0] * decay[:, None]),)
 
     @triton.jit
     def whole(self, sums):
@@ -184,7 +185,7 @@ class Int8Values:
         pairs = _load(self.rows.pairs(), start, offsets, last, self.D // 2, self.BLOCK_D // 2)
         even, odd = _unpack(pairs)
         weights = (weights * scale[None, :]).to(tl.float16)
-        return _dot(weights, even, sums[0] * decay[:, None]), _dot(weights, odd, sums[1] * decay[:, None])
+        return float_dot(weights, even, sums[0] * decay[:, None]), float_dot(weights, odd, sums[1] * decay[:, None])
 
     @triton.jit
     def whole(self, sums):
@@ -235,12 +236,3 @@ def _unpack(pairs):
         even = ((flipped & 0xFF) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
         odd = (((flipped >> 8) & 0xFF) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
         return even, odd
-
-
-@triton.jit
-def _dot(a, b, acc):
-    if INTERPRETING:
-        # The interpreter's dot multiplies the integers that hold bf16 values instead of the values.
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-    else:
-        return tl.dot(a, b, acc, input_precision="ieee")

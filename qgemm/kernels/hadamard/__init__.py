@@ -1,0 +1,1 @@
+"""Rows times a block-diagonal Walsh-Hadamard matrix, on a GPU."""
