@@ -112,14 +112,12 @@ def _weight_only_linear_in_order(
     x: Tensor, weight: ScaledWeight, input_order: Tensor, residual: Tensor | None
 ) -> Tensor:
     """``weight_only_linear`` of a weight whose columns are in another order than those of ``x``."""
-    tensors = x, *weight[:6], residual
-    is_plain = is_under_autocast(x) or not seen_by_others(*tensors) or concerns_gradients_alone(*tensors)
-    fits = x.shape[-1:] == input_order.shape and x.device == input_order.device and x.layout == torch.strided
-    if is_plain and fits:
-        ordered = x.index_select(-1, input_order)
-        return weight_only_linear(ordered, weight._replace(input_order=None), residual)
-    out: Tensor = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
-    return out
+    fits = x.layout == torch.strided and x.shape[-1:] == input_order.shape and x.device == input_order.device
+    if not fits or type(x) not in (Tensor, torch.nn.Parameter):
+        out: Tensor = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
+        return out
+    ordered = ScaledWeight._make((*weight[:4], None, *weight[5:]))
+    return weight_only_linear(x.index_select(-1, input_order), ordered, residual)
 
 
 def _with_gradients_of(weight: ScaledWeight) -> Callable[..., Tensor]:

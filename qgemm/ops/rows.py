@@ -19,8 +19,8 @@ from qgemm.kernels.hadamard import dispatch as rotation
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
-from qgemm.ops.declare import NO_GRADIENT, gradients_through, operator
-from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
+from qgemm.ops.declare import NO_GRADIENT, differentiable, gradients_through, operator
+from qgemm.ops.direct import concerns_gradients_alone, recall_launch, remember_launch, seen_by_others
 
 
 def activation_quantize(
@@ -79,14 +79,14 @@ def hadamard(x: Tensor) -> Tensor:
         return recalled[0]
     out: Tensor
     if seen_by_others(x):
-        out = torch.ops.qgemm.hadamard(x)
+        out = _hadamard_with_gradients(x) if concerns_gradients_alone(x) else torch.ops.qgemm.hadamard(x)
         return out
     out = rotation.hadamard(x)
 
     def launched() -> Any:
         from qgemm.kernels.hadamard import launcher
 
-        return launcher.find_launch(x, out), (x, out)
+        return launcher.find_launch(x), (x, out)
 
     if rotation.is_one_launch(x):
         remember_launch(("hadamard",), (x,), (out,), launched)
@@ -184,12 +184,17 @@ operator(
     backward=_activate_backward,
 )
 
+
+def _hadamard_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor]:
+    return (hadamard(grad),)  # the matrix is symmetric
+
+
 operator(
     "hadamard(Tensor x) -> Tensor",
     compute=rotation.hadamard,
     fake=lambda x: x.new_empty(x.shape),
-    # The matrix is symmetric.
-    backward=lambda ctx, wanted, grad: (torch.ops.qgemm.hadamard(grad),),
+    backward=_hadamard_backward,
     jvp=lambda args, tangents: torch.ops.qgemm.hadamard(tangents[0]),
     batched=(0,),
 )
+_hadamard_with_gradients = differentiable("hadamard", hadamard, lambda ctx, inputs, output: None, _hadamard_backward)

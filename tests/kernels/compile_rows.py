@@ -53,7 +53,7 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
     yield Case("activation gradients bfloat16", lambda: activation_backward(2880, bf16, GPT_OSS))
     yield Case("rows hadamard float16", lambda: rotation.hadamard(rows(4096, fp16)))
-    yield Case("rows hadamard longest bfloat16", lambda: rotation.hadamard(rows(rotation.MAX_SIDE**2, bf16)))
+    yield Case("rows hadamard longest bfloat16", lambda: rotation.hadamard(rows(rotation.MAX_SIZE, bf16)))
     yield Case("rows hadamard short bfloat16", lambda: rotation.hadamard(rows(3 * 64, bf16)))
     # The choice of a step's tokens, for one sequence and for many.
     yield Case("rows choose", lambda: choose(1, bf16, ends=True))

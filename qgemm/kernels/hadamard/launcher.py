@@ -13,19 +13,15 @@ from qgemm.numerics.hadamard import block_size
 from qgemm.numerics.integers import cdiv
 
 MIN_SIZE = 16  # that a tensor core sums over
-MAX_SIDE = 128
+MAX_SIZE = 8192  # larger blocks take longer than PyTorch's products
 MIN_SQUARE = MIN_SIZE * MIN_SIZE
-ROWS = 16  # of a tile, which is that many smaller blocks
+FEW_ROWS, MANY_ROWS = 16, 64  # of a tile, each of which is a smaller block
 VALUES_OF_THREAD = 32
-SHARED_BYTES_OF_VALUE = 8  # a value of the block, and what the sums are split into
 
 
 def fits(x: Tensor) -> bool:
-    """Whether the kernel takes ``x [..., K]``: 16 bits, blocks of 16 to 16,384 values, and room for one on an SM."""
-    n = block_size(x.shape[-1])
-    if x.dtype not in (torch.bfloat16, torch.float16) or not MIN_SIZE <= n <= MAX_SIDE**2:
-        return False
-    return n * SHARED_BYTES_OF_VALUE <= device_limits(x.device).shared_memory
+    """Whether the kernel takes ``x [..., K]``: in 16 bits, with blocks of 16 to 8,192 values."""
+    return x.dtype in (torch.bfloat16, torch.float16) and MIN_SIZE <= block_size(x.shape[-1]) <= MAX_SIZE
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -33,12 +29,12 @@ def hadamard(x: Tensor) -> Tensor:
     rows = x.resolve_neg().contiguous()
     out = torch.empty_like(rows)
     if out.numel():
-        find_launch(rows, out)(rows, out)
+        find_launch(rows)(rows, out)
     return out
 
 
-def find_launch(x: Tensor, out: Tensor) -> Launch:
-    """The launch of such a call, for contiguous tensors."""
+def find_launch(x: Tensor) -> Launch:
+    """The launch of such a call, for a contiguous ``x``, to be called with it and the output."""
     kind = (hadamard, x.numel(), x.shape[-1], x.dtype, x.device)
     launch: Launch | None = plans.get(kind)
     if launch is None:
@@ -46,7 +42,7 @@ def find_launch(x: Tensor, out: Tensor) -> Launch:
         bits, blocks = n.bit_length() - 1, x.numel() // n
         is_one = n >= MIN_SQUARE
         b = 1 << (bits + 1) // 2 if is_one else n
-        a = n // b if is_one else ROWS
+        a = n // b if is_one else MANY_ROWS if blocks > FEW_ROWS * limits.num_sms else FEW_ROWS
         next_early = limits.pdl and x.numel() // x.shape[-1] <= MAX_ROWS_TO_OVERLAP
         warps = min(max(a * b // VALUES_OF_THREAD // limits.warp_size, 1), 8)
         launch = Launch(
