@@ -21,6 +21,7 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.float_layers import check_scale
 from qgemm.checkpoint.gguf_config import LONG_FACTORS, ROTARY_FACTORS, llama3_scaling, longrope_scaling, model_config
+from qgemm.checkpoint.gguf_deepseek import is_of_next, joined_latents, latents_shape, parts_of_latents
 from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile, header_of
 from qgemm.checkpoint.gguf_gemma4 import GEMMA4, GEMMA4_TEXT, factors_of_experts, is_shared, set_rotated_part
 from qgemm.checkpoint.gguf_names import EXPERT, ModelNames, RowOrder
@@ -152,7 +153,7 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 f"{source.stored[name].path}: tensor {name} is of type {kind.name}, which qgemm doesn't read"
             )
         target = names.find(name)
-        if name in (ROTARY_FACTORS, *LONG_FACTORS) or (config["model_type"] == GEMMA4_TEXT and is_shared(name, config)):
+        if _is_unused(name, config):
             contents.pass_over(name)
         elif target is not None:
             order = _row_order(source, names, name, target, model)
@@ -162,12 +163,39 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 _note_layer(contents, source, name, split_name(target)[0], order)
     if config["model_type"] == GEMMA4_TEXT:
         _note_factors(contents, source, model)
+    _note_latents(contents, source, model)
     if not contents.manifest.layers:
         raise CheckpointError(
             f"{source.path} holds no quantized layer: load its floats with transformers' from_pretrained(folder, "
             "gguf_file=...), and call qgemm.quantize_model"
         )
     return contents
+
+
+def _is_unused(name: str, config: dict[str, Any]) -> bool:
+    """Whether the model that ``config`` describes has nothing that is made from the tensor ``name``."""
+    if config["model_type"] == GEMMA4_TEXT and is_shared(name, config):
+        return True
+    is_next = "num_nextn_predict_layers" in config and is_of_next(name, config["num_hidden_layers"])
+    return is_next or name in (ROTARY_FACTORS, *LONG_FACTORS)
+
+
+def _note_latents(contents: Contents, source: GgufModel, model: nn.Module) -> None:
+    """Notes that the parts of DeepSeek's ``kv_b_proj`` are one weight in ``model``, in float."""
+    free = [name for name in source.stored if name in contents.headers]
+    for target, names in parts_of_latents(free).items():
+        kinds, path = [source.types[name] for name in names], source.stored[names[0]].path
+        shape = latents_shape(path, names[0], source.shape(names[0]), source.shape(names[1]))
+        dtype = next(model.parameters()).dtype
+
+        def join(*stored: Tensor, kinds: list[BlockType] = kinds, dtype: torch.dtype = dtype) -> Sequence[Tensor]:
+            parts = [
+                kind.dequantize(value, torch.float32) if kind.is_quantized else value.float()
+                for kind, value in zip(kinds, stored, strict=True)
+            ]
+            return (joined_latents(*parts).to(dtype),)
+
+        contents.convert_together(names, {target: (names[0], shape, dtype)}, join)
 
 
 def _note_factors(contents: Contents, source: GgufModel, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from qgemm.checkpoint.errors import unsupported
 
-_USUAL = {
+USUAL = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -23,7 +23,11 @@ _USUAL = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+"""Settings of most architectures, one number each, and what configs call them."""
+
+TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+"""Settings of the tokenizer that configs have, too."""
+
 # What configs say about biases, and a tensor of the first layer that shows it.
 _BIASES = {
     "attention_bias": "blk.0.attn_q.bias",
@@ -85,11 +89,8 @@ def own_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
         raise unsupported(f"{path}: rope.scaling.finetuned is False, so its positions aren't rotated")
     # Ministral's attention depends on positions; other models of that architecture are Mistral's.
     is_ministral = name == "mistral3" and bool(own.get(_TEMPERATURE))
-    config: dict[str, Any] = {"model_type": "ministral3" if is_ministral else about.kind}
-    for key, called in _USUAL.items():
-        if type(own.get(key)) not in (int, float):
-            raise unsupported(f"{path} doesn't state {key} as one number, which qgemm needs for {name}")
-        config[called] = own[key]
+    config = stated_numbers(path, own, USUAL, name)
+    config["model_type"] = "ministral3" if is_ministral else about.kind
     heads = own["attention.head_count"]
     config["head_dim"] = own.get("attention.key_length") or own["embedding_length"] // max(heads, 1)
     config["rope_theta"] = own.get("rope.freq_base", BASE)
@@ -101,10 +102,21 @@ def own_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
         config["sliding_window"] = None
     if about.part_of_head:
         config["partial_rotary_factor"] = 1.0  # unless rope.dimension_count says less
-    config |= {called: settings.get(f"tokenizer.ggml.{key}") for key, called in _TOKENS.items()}
+    config |= {called: settings.get(f"tokenizer.ggml.{key}") for key, called in TOKENS.items()}
     config |= {called: bias in names for called, bias in _BIASES.items()}
     config["tie_word_embeddings"] = "output.weight" not in names
     return config
+
+
+def stated_numbers(path: Path, own: dict[str, Any], wanted: dict[str, str], name: str) -> dict[str, Any]:
+    """The settings ``wanted``, by what configs call them; ``own``: all, without the architecture's name.
+
+    Raises ``CheckpointError`` for one that isn't a number; ``name`` is what the error calls the architecture.
+    """
+    for key in wanted:
+        if type(own.get(key)) not in (int, float):
+            raise unsupported(f"{path} doesn't state {key} as one number, which qgemm needs for {name}")
+    return {called: own[key] for key, called in wanted.items()}
 
 
 def scaling_of_mistral3(

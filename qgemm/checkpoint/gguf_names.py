@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 from qgemm.checkpoint.gguf_architectures import ARCHITECTURES
+from qgemm.checkpoint.gguf_deepseek import DEEPSEEK2
 from qgemm.checkpoint.gguf_gemma4 import GEMMA4
 from qgemm.checkpoint.tensors import split_name
 
@@ -27,8 +28,9 @@ RowOrder = slice | Tensor
 """What indexes the rows of a matrix."""
 
 _UNCHANGED = slice(None)
-# Of Gemma 4.
+# What has another name in the table, or none.
 _ROUTER_SCALE = re.compile(r"model\.layers\.(\d+)\.router\.scale")
+_CORRECTION = re.compile(r"model\.layers\.(\d+)\.mlp\.gate\.e_score_correction_bias")
 _GATES_AND_UPS = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.)?experts\.gate_up_proj")
 
 
@@ -50,13 +52,15 @@ class ModelNames:
         self._orders: dict[tuple[str, int, int], RowOrder | None] = {}
         try:
             # Mixtral's files say llama, and have its names.
-            kind = architecture if architecture in ("llama", GEMMA4) or own is not None else None
+            kind = architecture if architecture in ("llama", DEEPSEEK2, GEMMA4) or own is not None else None
             self.by_name: dict[str, str] = get_gguf_hf_weights_map(_outermost(model), self._processor, kind)
         except Exception as error:  # for models that gguf, the package, doesn't know
             raise unsupported(f"{path}: transformers has no names for {architecture}: {said_by(error)}") from error
         for name in model.state_dict():
             if match := _ROUTER_SCALE.fullmatch(name):
                 self.by_name[f"blk.{match[1]}.ffn_gate_inp.scale"] = name
+            if match := _CORRECTION.fullmatch(name):
+                self.by_name[f"blk.{match[1]}.exp_probs_b.bias"] = name
             if match := _GATES_AND_UPS.fullmatch(name):
                 for part in ("gate", "up"):
                     self.by_name.setdefault(f"blk.{match[1]}.ffn_{part}_exps", name)

@@ -21,6 +21,9 @@ _SETTINGS = [
     *("final_logit_softcapping", "attn_logit_softcapping", "attention.causal", "context_length", "ssm.inner_size"),
     *("attention.temperature_scale", "rope.scaling.yarn_log_multiplier", "residual_scale", "embedding_scale"),
     *("attention.shared_kv_layers", "attention.key_length_swa", "rope.dimension_count_swa", "feed_forward_length"),
+    *("attention.key_length_mla", "attention.value_length_mla", "attention.q_lora_rank", "attention.kv_lora_rank"),
+    *("expert_group_count", "expert_group_used_count", "expert_gating_func", "leading_dense_block_count"),
+    *("nextn_predict_layers", "expert_weights_norm", "expert_shared_count", "rope.scaling.yarn_beta_fast"),
 ]
 _NAMES = [
     *("", "x" * 70, "rope_freqs.weight", "output.weight", "blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_up_exps.weight"),
@@ -31,6 +34,8 @@ _NAMES = [
         "blk.-1.attn_q.weight",
         "blk.99.attn_q.weight",
         "blk.0.ffn_up.0.weight",
+        "blk.1.attn_kv_b.weight",
+        "blk.2.exp_probs_b.bias",
     ),
 ]
 
