@@ -25,9 +25,7 @@ USUAL = {
 }
 """Settings of most architectures, one number each, and what configs call them."""
 
-TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
-"""Settings of the tokenizer that configs have, too."""
-
+_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 # What configs say about biases, and a tensor of the first layer that shows it.
 _BIASES = {
     "attention_bias": "blk.0.attn_q.bias",
@@ -93,7 +91,6 @@ def own_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
     config["model_type"] = "ministral3" if is_ministral else about.kind
     heads = own["attention.head_count"]
     config["head_dim"] = own.get("attention.key_length") or own["embedding_length"] // max(heads, 1)
-    config["rope_theta"] = own.get("rope.freq_base", BASE)
     for key, called in about.factors.items():
         # 0 stands for none, too.
         usual = config["head_dim"] ** -0.5 if key == "attention.scale" and config["head_dim"] > 0 else 1.0
@@ -102,10 +99,17 @@ def own_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
         config["sliding_window"] = None
     if about.part_of_head:
         config["partial_rotary_factor"] = 1.0  # unless rope.dimension_count says less
-    config |= {called: settings.get(f"tokenizer.ggml.{key}") for key, called in TOKENS.items()}
     config |= {called: bias in names for called, bias in _BIASES.items()}
-    config["tie_word_embeddings"] = "output.weight" not in names
-    return config
+    return config | of_all(settings, name, names)
+
+
+def of_all(settings: dict[str, Any], name: str, names: Container[str]) -> dict[str, Any]:
+    """What ``settings`` of any model of the architecture ``name`` say about tokens, the head and rotary frequencies."""
+    return {
+        **{called: settings.get(f"tokenizer.ggml.{key}") for key, called in _TOKENS.items()},
+        **{"tie_word_embeddings": "output.weight" not in names},
+        **{"rope_theta": settings.get(f"{name}.rope.freq_base", BASE)},
+    }
 
 
 def stated_numbers(path: Path, own: dict[str, Any], wanted: dict[str, str], name: str) -> dict[str, Any]:

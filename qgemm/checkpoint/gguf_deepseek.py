@@ -1,8 +1,9 @@
-"""DeepSeek's mixtures in GGUF: V2, V3 and others of their architecture, whose attention has latent keys and values.
+"""DeepSeek's mixtures in GGUF: V2, V3 and others of their architecture, and GLM 4.5 to 4.7, whose experts are as V3's.
 
-llama.cpp multiplies queries by the part of ``kv_b_proj`` that makes keys, which its converter stores transposed, and
-the part that makes values by itself. Both are rows of one layer here, in float: rows of the file aren't rows of the
-layer, so that their groups of values aren't either. Older files hold the layer as it is.
+DeepSeek's attention has latent keys and values. llama.cpp multiplies queries by the part of ``kv_b_proj`` that makes
+keys, which its converter stores transposed, and the part that makes values by itself. Both are rows of one layer here,
+in float: rows of the file aren't rows of the layer, so that their groups of values aren't either. Older files hold the
+layer as it is.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.gguf_architectures import BASE, TOKENS, USUAL, stated_numbers
+from qgemm.checkpoint.gguf_architectures import USUAL, of_all, stated_numbers
 
-DEEPSEEK2 = "deepseek2"
+DEEPSEEK2, GLM4MOE = "deepseek2", "glm4moe"
 _V2, _V3 = "deepseek_v2", "deepseek_v3"
 _SHARED_KEYS = "attention.head_count_kv"  # 1 in files for latent keys, which all heads share
 _NUMBERS = {called: name for called, name in USUAL.items() if called != _SHARED_KEYS} | {
@@ -35,7 +36,7 @@ _OF_EXPERTS = {
 _SOFTMAX, _SIGMOID = 1, 2
 # Layers and vocabulary of GLM 4.7 Flash, of which old files don't say that scores are sigmoids.
 _GLM_LAYERS, _GLM_VOCABULARY = (47, 48), 154880
-_TEMPERATURE, _NEXT = "attention.temperature_scale", "nextn_predict_layers"
+_TEMPERATURE, _NEXT, _SECTIONS = "attention.temperature_scale", "nextn_predict_layers", "rope.dimension_sections"
 # The converter's part of the factor of attention, and the bounds of YaRN.
 _LOG, _BOUNDS = "rope.scaling.yarn_log_multiplier", {"beta_fast": 32.0, "beta_slow": 1.0}
 _LAYER = re.compile(r"blk\.(\d+)\..*")
@@ -77,10 +78,26 @@ def deepseek_config(path: Path, settings: dict[str, Any], names: Container[str])
     if any(type(each) is not int for each in (*of_heads, rotated)) or not (0 < rotated < head and of_heads[1] > 0):
         raise unsupported(f"{path}: heads have {of_heads[0]} and {of_heads[1]} values, of which {rotated} are rotated")
     config |= {"qk_nope_head_dim": head - rotated, "v_head_dim": of_heads[1]}
-    config["rope_theta"] = own.get("rope.freq_base", BASE)
-    config |= {called: settings.get(f"tokenizer.ggml.{key}") for key, called in TOKENS.items()}
-    config["tie_word_embeddings"] = "output.weight" not in names
-    return config
+    return config | of_all(settings, DEEPSEEK2, names)
+
+
+def glm_config(path: Path, settings: dict[str, Any], names: Container[str]) -> dict[str, Any]:
+    """As ``deepseek_config``, of GLM 4.5 and others."""
+    own = {key.removeprefix(f"{GLM4MOE}."): value for key, value in settings.items()}
+    config = {"model_type": "glm4_moe", **stated_numbers(path, own, USUAL, GLM4MOE)}
+    config |= routed_experts(path, own, GLM4MOE)
+    if own.get(_SECTIONS, _SECTIONS in own) not in (0, False):
+        raise unsupported(f"{path} states {_SECTIONS}, which qgemm doesn't read for {GLM4MOE}")
+    if (function := own.get("expert_gating_func", 0) or _SIGMOID) != _SIGMOID:
+        raise unsupported(f"{path}: expert_gating_func is {function}, and in transformers' model {_SIGMOID}")
+    head = own.get("attention.key_length") or own["embedding_length"] // max(own["attention.head_count"], 1)
+    rotated = own.get("rope.dimension_count", head)
+    if type(head) is not int or type(rotated) is not int or not 0 < rotated <= head:
+        raise unsupported(f"{path}: heads have {head} values, of which {rotated} are rotated")
+    config |= {"head_dim": head, "partial_rotary_factor": rotated / head}
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in names
+    config["attention_bias"] = "blk.0.attn_q.bias" in names
+    return config | of_all(settings, GLM4MOE, names)
 
 
 def routed_experts(path: Path, own: dict[str, Any], name: str) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 from qgemm.checkpoint.gguf_architectures import ARCHITECTURES
-from qgemm.checkpoint.gguf_deepseek import DEEPSEEK2
-from qgemm.checkpoint.gguf_gemma4 import GEMMA4
+from qgemm.checkpoint.gguf_config import OWN_CONFIGS
 from qgemm.checkpoint.tensors import split_name
 
 EXPERT = re.compile(r"(.*)\.ffn_(gate|up|down)(?:_exps)?\.(\d+)\.(weight|bias)")
@@ -52,7 +51,7 @@ class ModelNames:
         self._orders: dict[tuple[str, int, int], RowOrder | None] = {}
         try:
             # Mixtral's files say llama, and have its names.
-            kind = architecture if architecture in ("llama", DEEPSEEK2, GEMMA4) or own is not None else None
+            kind = architecture if architecture == "llama" or architecture in OWN_CONFIGS else None
             self.by_name: dict[str, str] = get_gguf_hf_weights_map(_outermost(model), self._processor, kind)
         except Exception as error:  # for models that gguf, the package, doesn't know
             raise unsupported(f"{path}: transformers has no names for {architecture}: {said_by(error)}") from error

@@ -82,6 +82,27 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+GLM = {
+    **{key: value for key, value in SIZES.items() if "lora" not in key and "head_dim" not in key},
+    **{"head_dim": 32, "num_key_value_heads": 2, "num_nextn_predict_layers": 0, "partial_rotary_factor": 0.5},
+}
+OF_GLM = {
+    **{key: value for key, value in SETTINGS.items() if "lora" not in key and "mla" not in key},
+    **{"attention.head_count_kv": 2, "attention.key_length": 32, "attention.value_length": 32},
+    **{"expert_gating_func": 2, "expert_weights_scale": 2.5, "expert_weights_norm": True},
+    **{"expert_group_count": 1, "expert_group_used_count": 1},
+}
+# As GLM 4.5 and as Air; both with layers for further tokens.
+GLM_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "glm": ({"block_count": LAYERS + 1, "nextn_predict_layers": 1}, {"use_qk_norm": True, "attention_bias": True}),
+    "air": ({"expert_weights_scale": 1.0}, {"attention_bias": True, "routed_scaling_factor": 1.0}),
+}
+NEXT: Tensors = {
+    **{f"blk.{LAYERS}.nextn.{name}.weight": np.ones(64, "f4") for name in ("enorm", "hnorm", "shared_head_norm")},
+    **{f"blk.{LAYERS}.nextn.eh_proj.weight": np.ones((64, 128), "f4")},
+}
+
+
 def mixture(kind: str, sizes: dict[str, Any], **own: Any) -> Any:
     """A float model with values, also of what is no parameter: what its router adds to scores."""
     factor, beta = own.pop("scaling", None), own.pop("beta_fast", 32.0)
@@ -132,9 +153,32 @@ def write_deepseek(path: Path, kind: str, more: Tensors | None = None, without: 
         keys, values = views.pop(name).view(HEADS, PLAIN + VALUE, RANK).split([PLAIN, VALUE], dim=1)
         views[name.replace("kv_b", "k_b")] = keys.transpose(1, 2)
         views[name.replace("kv_b", "v_b")] = values
-    tensors = rounded(views, {"k_b": "Q8_0", "exp_probs": "", "down": "Q5_0", "": "Q8_0"})
-    settings = {**SETTINGS, **said, **{key.replace("__", "."): value for key, value in changes.items()}}
+    return _write(path, "deepseek2", {**SETTINGS, **said}, views, more or {}, without, changes) or model
+
+
+def write_glm(path: Path, kind: str, more: Tensors | None = None, without: str = "-", **changes: Any) -> Any:
+    """As ``write_deepseek``."""
+    said, own = GLM_KINDS[kind]
+    model = mixture("glm4_moe", GLM, **{"routed_scaling_factor": 2.5, **own})
+    views = views_of(model, MODEL_ARCH.GLM4_MOE, LAYERS)
+    if kind == "glm":  # its last layer, which predicts further tokens, as the one before it
+        before = f"blk.{LAYERS - 1}."
+        views |= {name.replace(before, f"blk.{LAYERS}."): view for name, view in views.items() if before in name}
+        more = NEXT | (more or {})
+    return _write(path, "glm4moe", {**OF_GLM, **said}, views, more or {}, without, changes) or model
+
+
+def _write(
+    path: Path,
+    architecture: str,
+    said: dict[str, Any],
+    views: dict[str, Tensor],
+    more: Tensors,
+    without: str,
+    changes: dict[str, Any],
+) -> None:
+    tensors = rounded(views, {"down": "Q5_0", "": "Q8_0"})
+    settings = {**said, **{key.replace("__", "."): value for key, value in changes.items()}}
     settings = {key: value for key, value in settings.items() if without not in key}
-    tensors |= more or {}
-    write_file(path, "deepseek2", settings, {name: each for name, each in tensors.items() if without not in name})
-    return model
+    tensors |= more
+    write_file(path, architecture, settings, {name: each for name, each in tensors.items() if without not in name})

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import qgemm
 from checkpoint.fuzz_gguf import broken
+from checkpoint.gguf_deepseek import GLM_KINDS, write_deepseek, write_glm
 from checkpoint.gguf_deepseek import KINDS as DEEPSEEK_KINDS
-from checkpoint.gguf_deepseek import write_deepseek
 from checkpoint.gguf_dense import MODELS as DENSE_MODELS
 from checkpoint.gguf_dense import write_like
 from checkpoint.gguf_files import Array, Tensors, random_blocks, random_tensors, write_file
@@ -364,7 +364,7 @@ def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
 
 
 CALLED = {"mixtral": "llama", "nvfp4": "llama", "ministral3": "mistral3", **dict.fromkeys(KINDS, "gemma4")}
-CALLED |= dict.fromkeys(DEEPSEEK_KINDS, "deepseek2")
+CALLED |= dict.fromkeys(DEEPSEEK_KINDS, "deepseek2") | dict.fromkeys(GLM_KINDS, "glm4moe")
 BROKEN, COMPLETE_BROKEN = 100, 2000
 """Files; the latter with ``--complete``. 16,000 have been read."""
 
@@ -383,6 +383,9 @@ def test_broken_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
         good[name] = (tmp_path / f"{name}.gguf").read_bytes()
     for name in DEEPSEEK_KINDS:
         write_deepseek(tmp_path / f"{name}.gguf", name)
+        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    for name in GLM_KINDS:
+        write_glm(tmp_path / f"{name}.gguf", name)
         good[name] = (tmp_path / f"{name}.gguf").read_bytes()
     for name in DENSE_MODELS:
         write_like(tmp_path / f"{name}.gguf", name)

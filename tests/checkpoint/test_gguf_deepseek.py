@@ -1,4 +1,4 @@
-"""DeepSeek's mixtures from GGUF compute what the float model does whose values are in the file."""
+"""DeepSeek's and GLM's mixtures from GGUF compute what the float model does whose values are in the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import qgemm
-from checkpoint.gguf_deepseek import KINDS, LAYERS, write_deepseek
+from checkpoint.gguf_deepseek import GLM_KINDS, KINDS, LAYERS, write_deepseek, write_glm
 from checkpoint.test_gguf_experts import check_same_when_saved
 from qgemm import CheckpointError
 from qgemm.checkpoint.gguf import read_gguf
@@ -20,6 +20,12 @@ from qgemm.checkpoint.gguf import read_gguf
 @pytest.mark.parametrize("kind", KINDS)
 def test_models(kind: str, tmp_path: Path) -> None:
     wanted = write_deepseek(tmp_path / "a.gguf", kind)
+    check_same_when_saved(tmp_path / "a.gguf", wanted)
+
+
+@pytest.mark.parametrize("kind", GLM_KINDS)
+def test_glm(kind: str, tmp_path: Path) -> None:
+    wanted = write_glm(tmp_path / "a.gguf", kind)
     check_same_when_saved(tmp_path / "a.gguf", wanted)
 
 
@@ -77,6 +83,30 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "keys alone": ("kimi", {"without": "blk.1.attn_v_b"}, "holds tensors that the model doesn't have: blk.1.attn_k_b"),
     "both": ("kimi", {"more": {"blk.0.attn_kv_b.weight": np.ones((256, 64), "f4")}}, "holds both blk.0.attn_k_b"),
 }
+
+
+OF_GLM: dict[str, tuple[str, dict[str, Any], str]] = {
+    "softmax": ("air", {"expert_gating_func": 1}, "expert_gating_func is 1, and in transformers' model 2"),
+    "positions of images": ("air", {"rope__dimension_sections": [8, 4, 4, 0]}, "states rope.dimension_sections, which"),
+    "too many rotated": ("air", {"rope__dimension_count": 64}, "heads have 32 values, of which 64 are rotated"),
+    "no heads": ("air", {"attention__head_count": 0}, "a.gguf"),
+    "no shared experts": ("air", {"without": "shared"}, "doesn't state expert_shared_count as one number"),
+    "a norm of queries": ("glm", {"without": "attn_k_norm"}, "lacks tensors of the model: .*k_norm.weight"),
+}
+
+
+def test_what_is_not_stated(tmp_path: Path) -> None:
+    write_glm(tmp_path / "a.gguf", "air", without="rope")
+    config = read_gguf(tmp_path / "a.gguf").config("float32")
+    assert (config["partial_rotary_factor"], config["rope_theta"]) == (1.0, 10000.0)
+
+
+@pytest.mark.parametrize("case", OF_GLM)
+def test_refused_of_glm(case: str, tmp_path: Path) -> None:
+    kind, changes, problem = OF_GLM[case]
+    write_glm(tmp_path / "a.gguf", kind, **changes)
+    with pytest.raises(CheckpointError, match=problem):
+        qgemm.load_quantized(tmp_path)
 
 
 @pytest.mark.parametrize("case", REFUSED)
