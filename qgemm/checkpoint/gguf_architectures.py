@@ -7,6 +7,7 @@ reorders as Llama's.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +33,12 @@ _BIASES = {
     "attention_out_bias": "blk.0.attn_output.bias",
     "mlp_bias": "blk.0.ffn_up.bias",
 }
+NEXT = "nextn_predict_layers"
+"""How many layers follow that predict further tokens."""
+
 # Settings with which llama.cpp computes something else, or stores rows in another order.
-_OTHERS = ("rope.dimension_sections", "nextn_predict_layers")
+_OTHERS = ("rope.dimension_sections", NEXT)
+_LAYER = re.compile(r"blk\.(\d+)\..*")
 # The base of rotary frequencies if none is stated.
 BASE = 10000.0
 _TEMPERATURE = "attention.temperature_scale"
@@ -121,6 +126,23 @@ def stated_numbers(path: Path, own: dict[str, Any], wanted: dict[str, str], name
         if type(own.get(key)) not in (int, float):
             raise unsupported(f"{path} doesn't state {key} as one number, which qgemm needs for {name}")
     return {called: own[key] for key, called in wanted.items()}
+
+
+def count_layers(path: Path, own: dict[str, Any]) -> int:
+    """How many layers a model has without those that predict further tokens.
+
+    ``own``: the settings without the architecture's name. Raises ``CheckpointError`` if none is left.
+    """
+    layers, after = own["block_count"], own.get(NEXT, 0)
+    if type(layers) is not int or type(after) is not int or after >= layers:
+        raise unsupported(f"{path} has {layers} layers, of which {after} predict further tokens")
+    return layers - after
+
+
+def is_of_next(name: str, layers: int) -> bool:
+    """Whether the tensor ``name`` is of a layer after the model's own ``layers``."""
+    layer = _LAYER.fullmatch(name)
+    return layer is not None and int(layer[1]) >= layers
 
 
 def scaling_of_mistral3(

@@ -19,6 +19,7 @@ from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 from qgemm.checkpoint.gguf_architectures import ARCHITECTURES, BASE, own_config, scaling_of_mistral3
 from qgemm.checkpoint.gguf_deepseek import DEEPSEEK2, GLM4MOE, deepseek_config, glm_config, scaling_of_deepseek
 from qgemm.checkpoint.gguf_gemma4 import GEMMA4, gemma4_config
+from qgemm.checkpoint.gguf_qwen import QWENS, qwen_config
 
 ROTARY_FACTORS = "rope_freqs.weight"
 """The tensor by whose values rotary frequencies are divided, in files of Llama 3.1 and later."""
@@ -64,7 +65,7 @@ _UNREAD: dict[str, dict[str, str]] = {
 }
 # Where only the first values of a head are rotated, and where transformers reads by itself how many are.
 _PARTLY_ROTATED = ("nemotron", "phi3", "stablelm")
-_READS_ROTATED = (DEEPSEEK2, GLM4MOE, "llama", "minimax-m2")
+_READS_ROTATED = (DEEPSEEK2, GLM4MOE, *QWENS, "llama", "minimax-m2")
 # Where transformers' own base of rotary frequencies is another one.
 _WITH_OTHERBASES = ("gemma3", "gpt-oss", "lfm2", "minimax-m2", _MIXTRAL)
 # Where some layers attend to a window: each of these has none.
@@ -90,7 +91,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Architectures that transformers has in its tables, although it doesn't read files as llama.cpp writes them.
 _MISREAD = ("deci",)
-_OF_MIXTURES = (DEEPSEEK2, GEMMA4, GLM4MOE, "gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe")
+_OF_MIXTURES = (DEEPSEEK2, GEMMA4, GLM4MOE, "gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe", *QWENS)
 # Of those above, the ones that an architecture computes.
 _COMPUTED = {
     DEEPSEEK2: ("expert_weights_scale", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
@@ -99,6 +100,7 @@ _COMPUTED = {
 }
 OWN_CONFIGS: dict[str, Callable[[Path, dict[str, Any], Container[str]], dict[str, Any]]] = {
     **{DEEPSEEK2: deepseek_config, GEMMA4: gemma4_config, GLM4MOE: glm_config},
+    **dict.fromkeys(QWENS, qwen_config),
     **dict.fromkeys(ARCHITECTURES, own_config),
 }
 """By architecture: what makes a config from the file's path, settings and names, where transformers doesn't."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.gguf_architectures import USUAL, of_all, stated_numbers
+from qgemm.checkpoint.gguf_architectures import USUAL, count_layers, of_all, stated_numbers
 
 DEEPSEEK2, GLM4MOE = "deepseek2", "glm4moe"
 _V2, _V3 = "deepseek_v2", "deepseek_v3"
@@ -36,10 +36,9 @@ _OF_EXPERTS = {
 _SOFTMAX, _SIGMOID = 1, 2
 # Layers and vocabulary of GLM 4.7 Flash, of which old files don't say that scores are sigmoids.
 _GLM_LAYERS, _GLM_VOCABULARY = (47, 48), 154880
-_TEMPERATURE, _NEXT, _SECTIONS = "attention.temperature_scale", "nextn_predict_layers", "rope.dimension_sections"
+_TEMPERATURE, _SECTIONS = "attention.temperature_scale", "rope.dimension_sections"
 # The converter's part of the factor of attention, and the bounds of YaRN.
 _LOG, _BOUNDS = "rope.scaling.yarn_log_multiplier", {"beta_fast": 32.0, "beta_slow": 1.0}
-_LAYER = re.compile(r"blk\.(\d+)\..*")
 _PART = re.compile(r"blk\.(\d+)\.attn_([kv])_b\.weight")
 
 
@@ -107,10 +106,7 @@ def routed_experts(path: Path, own: dict[str, Any], name: str) -> dict[str, Any]
     and for groups of experts that can't be.
     """
     config = stated_numbers(path, own, _OF_EXPERTS, name)
-    layers, after = own["block_count"], own.get(_NEXT, 0)
-    if type(layers) is not int or type(after) is not int or after >= layers:
-        raise unsupported(f"{path} has {layers} layers, of which {after} predict further tokens")
-    config |= {"num_hidden_layers": layers - after, "num_nextn_predict_layers": 0}
+    config |= {"num_hidden_layers": count_layers(path, own), "num_nextn_predict_layers": 0}
     config["first_k_dense_replace"] = own.get("leading_dense_block_count", 0)
     config["routed_scaling_factor"] = own.get("expert_weights_scale") or 1.0
     config["norm_topk_prob"] = own.get("expert_weights_norm", False)
@@ -121,12 +117,6 @@ def routed_experts(path: Path, own: dict[str, Any], name: str) -> dict[str, Any]
         if not sizes or not 0 < used <= groups or count % groups or count // groups < 2:
             raise unsupported(f"{path}: {used} of {groups} groups of {count} experts are used, which isn't possible")
     return config | {"n_group": groups, "topk_group": used}
-
-
-def is_of_next(name: str, layers: int) -> bool:
-    """Whether the tensor ``name`` is of a layer after the model's own, which predicts further tokens."""
-    layer = _LAYER.fullmatch(name)
-    return layer is not None and int(layer[1]) >= layers
 
 
 def scaling_of_deepseek(path: Path, own: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 from qgemm.checkpoint.gguf_architectures import ARCHITECTURES
 from qgemm.checkpoint.gguf_config import OWN_CONFIGS
+from qgemm.checkpoint.gguf_qwen import QWENS, changed, own_name
 from qgemm.checkpoint.tensors import split_name
 
 EXPERT = re.compile(r"(.*)\.ffn_(gate|up|down)(?:_exps)?\.(\d+)\.(weight|bias)")
@@ -34,7 +35,7 @@ _GATES_AND_UPS = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.)?experts\.gate_up_p
 
 
 class ModelNames:
-    """``by_name``: the names in ``model`` of the tensors in files of its architecture."""
+    """``by_name``: the names in ``model`` of the tensors in files of its ``architecture``."""
 
     def __init__(self, path: Path, architecture: str, model: nn.Module, config: dict[str, Any]) -> None:
         """``config``: the model's, as derived from the file at ``path``. Raises ``CheckpointError`` without a table."""
@@ -47,7 +48,7 @@ class ModelNames:
         own = ARCHITECTURES.get(architecture)
         rows_as = "llama" if own is not None and own.rows_as_llama else architecture
         self._processor = TENSOR_PROCESSORS.get(rows_as, TensorProcessor)(config=config)
-        self._path = path
+        self._path, self.architecture = path, architecture
         self._orders: dict[tuple[str, int, int], RowOrder | None] = {}
         try:
             # Mixtral's files say llama, and have its names.
@@ -58,6 +59,8 @@ class ModelNames:
         for name in model.state_dict():
             if match := _ROUTER_SCALE.fullmatch(name):
                 self.by_name[f"blk.{match[1]}.ffn_gate_inp.scale"] = name
+            if self.architecture in QWENS and (own_here := own_name(name)) is not None:
+                self.by_name[own_here] = name
             if match := _CORRECTION.fullmatch(name):
                 self.by_name[f"blk.{match[1]}.exp_probs_b.bias"] = name
             if match := _GATES_AND_UPS.fullmatch(name):
@@ -122,6 +125,8 @@ class ModelNames:
         # A processor may also put a value where it belongs by itself.
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
         try:
+            if self.architecture in QWENS:
+                return changed(name, value)
             made = self._processor.process(
                 weights=value, name=name, tensor_key_mapping=self.by_name, parsed_parameters=parsed
             )

@@ -23,6 +23,8 @@ _SETTINGS = [
     *("attention.shared_kv_layers", "attention.key_length_swa", "rope.dimension_count_swa", "feed_forward_length"),
     *("attention.key_length_mla", "attention.value_length_mla", "attention.q_lora_rank", "attention.kv_lora_rank"),
     *("expert_group_count", "expert_group_used_count", "expert_gating_func", "leading_dense_block_count"),
+    *("ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.conv_kernel", "full_attention_interval"),
+    *("attention.recurrent_layers", "expert_shared_feed_forward_length", "rope.dimension_sections"),
     *("nextn_predict_layers", "expert_weights_norm", "expert_shared_count", "rope.scaling.yarn_beta_fast"),
 ]
 _NAMES = [
@@ -34,6 +36,8 @@ _NAMES = [
         "blk.-1.attn_q.weight",
         "blk.99.attn_q.weight",
         "blk.0.ffn_up.0.weight",
+        "blk.0.attn_gate.weight",
+        "blk.0.ssm_in.weight",
         "blk.1.attn_kv_b.weight",
         "blk.2.exp_probs_b.bias",
     ),

@@ -23,6 +23,7 @@ from checkpoint.gguf_files import Array, Tensors, random_blocks, random_tensors,
 from checkpoint.gguf_gemma4 import KINDS, write_gemma4
 from checkpoint.gguf_mixtures import write_gpt_oss, write_mixtral
 from checkpoint.gguf_models import MODELS, float_model, settings_of, write_model
+from checkpoint.gguf_qwen import write_next
 from qgemm import CheckpointError, QuantLinear
 from qgemm.nn import QuantLayer
 
@@ -373,7 +374,7 @@ BROKEN, COMPLETE_BROKEN = 100, 2000
 @pytest.mark.filterwarnings("ignore")
 def test_broken_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Each is refused, or loads as a model whose values its layers accept."""
-    writers = {"gpt-oss": write_gpt_oss, "mixtral": write_mixtral}
+    writers = {"gpt-oss": write_gpt_oss, "mixtral": write_mixtral, "qwen3next": write_next}
     good = {name: write_model(tmp_path / f"{name}.gguf", name).read_bytes() for name in MODELS}
     for name, write in writers.items():
         write(tmp_path / f"{name}.gguf")
