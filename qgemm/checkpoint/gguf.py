@@ -171,7 +171,8 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
             if order is None:
                 _note_float(contents, source, names, name, target, model)
             else:
-                _note_layer(contents, source, [name], split_name(target)[0], order)
+                columns = names.column_order(name, *source.shape(name))
+                _note_layer(contents, source, [name], split_name(target)[0], order, columns)
     if config["model_type"] == GEMMA4_TEXT:
         _note_factors(contents, source, model)
     _note_latents(contents, source, model)
@@ -206,7 +207,7 @@ def _note_projections(contents: Contents, source: GgufModel, model: nn.Module, c
     for target, names in parts_of_projections(_free(contents, source)).items():
         kind, *others = (source.types[name] for name in names)
         shapes, path = [source.shape(name) for name in names], source.stored[names[0]].path
-        if any(len(shape) != 2 for shape in shapes) or shapes[0][1] != shapes[1][1]:
+        if any(len(shape) != 2 or shape[1] != shapes[0][1] or shape[1] == 0 for shape in shapes):
             raise CheckpointError(f"{path}: {names[0]} has shape {list(shapes[0])}, and its gate {list(shapes[1])}")
         order = order_of_projections(path, names[0], shapes[0][0] + shapes[1][0], config)
         if others == [kind] and kind.is_quantized and not kind.has_global_scale:
@@ -265,13 +266,24 @@ def _row_order(source: GgufModel, names: ModelNames, name: str, target: str, mod
     is_linear = isinstance(module, nn.Linear) or (module is not None and is_conv1d(module))
     if not source.types[name].is_quantized or leaf != "weight" or len(shape) != 2:
         return None
-    return names.row_order(name, *shape) if is_linear or EXPERT.fullmatch(name) else None
+    if not is_linear and EXPERT.fullmatch(name) is None:
+        return None
+    columns = names.column_order(name, *shape)
+    is_divided = columns is not None and source.types[name].group_order(columns) is None
+    return None if is_divided else names.row_order(name, *shape)
 
 
-def _note_layer(contents: Contents, source: GgufModel, names: list[str], layer: str, order: RowOrder) -> None:
+def _note_layer(
+    contents: Contents,
+    source: GgufModel,
+    names: list[str],
+    layer: str,
+    order: RowOrder,
+    columns: Tensor | None = None,
+) -> None:
     """Notes that the tensors ``names`` of the files, of one type, are the weight of ``layer``.
 
-    ``order``: that of their rows, one after the other, in the weight.
+    ``order``: that of their rows, one after the other, in the weight. ``columns``: that of its columns, if another.
     """
     name, *others = names
     kind, (N, K) = source.types[name], source.shape(name)
@@ -288,9 +300,11 @@ def _note_layer(contents: Contents, source: GgufModel, names: list[str], layer: 
         contents.note("activations stay in float, where the file has scales to compute them in fp4")
 
     def convert(*stored: Tensor) -> Sequence[Tensor]:
-        rows, factors = torch.cat(stored[: len(names)]) if others else stored[0], stored[len(names) :]
+        rows = torch.cat(stored[: len(names)]) if others else stored[0]
+        given = next(iter(stored[len(names) :]), None)
         rows = rows[order if isinstance(order, slice) else order.to(rows.device)]
-        return [part for part in kind.parts(rows, *factors) if part is not None]
+        own_columns = None if columns is None else columns.to(rows.device)
+        return [part for part in kind.parts(rows, given, own_columns) if part is not None]
 
     contents.convert_together(sources, made, convert)
     contents.manifest.layers[layer] = kind.scheme

@@ -19,7 +19,7 @@ from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 from qgemm.checkpoint.gguf_architectures import ARCHITECTURES, BASE, own_config, scaling_of_mistral3
 from qgemm.checkpoint.gguf_deepseek import DEEPSEEK2, GLM4MOE, deepseek_config, glm_config, scaling_of_deepseek
 from qgemm.checkpoint.gguf_gemma4 import GEMMA4, gemma4_config
-from qgemm.checkpoint.gguf_qwen import QWENS, qwen_config
+from qgemm.checkpoint.gguf_qwen import MIXTURES, QWEN3NEXT, QWENS, qwen_config, scaling_of_qwen
 
 ROTARY_FACTORS = "rope_freqs.weight"
 """The tensor by whose values rotary frequencies are divided, in files of Llama 3.1 and later."""
@@ -91,7 +91,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Architectures that transformers has in its tables, although it doesn't read files as llama.cpp writes them.
 _MISREAD = ("deci",)
-_OF_MIXTURES = (DEEPSEEK2, GEMMA4, GLM4MOE, "gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe", *QWENS)
+_OF_MIXTURES = (DEEPSEEK2, GEMMA4, GLM4MOE, "gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe", *MIXTURES)
 # Of those above, the ones that an architecture computes.
 _COMPUTED = {
     DEEPSEEK2: ("expert_weights_scale", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
@@ -174,6 +174,8 @@ def model_config(
         scaling = scaling_of_mistral3(path, config, own, scaling)
     if architecture == DEEPSEEK2:
         scaling = scaling_of_deepseek(path, own, scaling)
+    if architecture in QWENS and architecture != QWEN3NEXT:
+        scaling = scaling_of_qwen(path, own, scaling)
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config

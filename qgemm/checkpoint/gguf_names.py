@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 from qgemm.checkpoint.gguf_architectures import ARCHITECTURES
 from qgemm.checkpoint.gguf_config import OWN_CONFIGS
-from qgemm.checkpoint.gguf_qwen import QWENS, changed, own_name
+from qgemm.checkpoint.gguf_qwen import QWENS, changed, order_of_columns, own_name
 from qgemm.checkpoint.tensors import split_name
 
 EXPERT = re.compile(r"(.*)\.ffn_(gate|up|down)(?:_exps)?\.(\d+)\.(weight|bias)")
@@ -48,7 +48,7 @@ class ModelNames:
         own = ARCHITECTURES.get(architecture)
         rows_as = "llama" if own is not None and own.rows_as_llama else architecture
         self._processor = TENSOR_PROCESSORS.get(rows_as, TensorProcessor)(config=config)
-        self._path, self.architecture = path, architecture
+        self._path, self._config, self.architecture = path, config, architecture
         self._orders: dict[tuple[str, int, int], RowOrder | None] = {}
         try:
             # Mixtral's files say llama, and have its names.
@@ -90,7 +90,7 @@ class ModelNames:
         return self._orders[kind]
 
     def _find_order(self, name: str, N: int, K: int) -> RowOrder | None:
-        if EXPERT.fullmatch(name):
+        if EXPERT.fullmatch(name) or K == 0:
             return _UNCHANGED
         import numpy as np
 
@@ -104,6 +104,16 @@ class ModelNames:
             return None
         order = torch.from_numpy(made[:, 0].astype(np.int64))
         return order if torch.equal(order.sort().values, torch.arange(N, device="cpu")) else None
+
+    def column_order(self, name: str, N: int, K: int) -> Tensor | None:
+        """As ``row_order``, of the columns; None if it is the file's."""
+        try:
+            return order_of_columns(self.architecture, name, K, self._config) if N > 0 else None
+        except ValueError as error:
+            raise self._misfit(name, (N, K), error) from error
+
+    def _misfit(self, name: str, shape: tuple[int, ...], error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self._path}: settings don't fit tensor {name}, {list(shape)}: {error!r}")
 
     def changed_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape in the model of the tensor ``name``; None if neither shape nor values differ from the file's."""
@@ -126,13 +136,12 @@ class ModelNames:
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
         try:
             if self.architecture in QWENS:
-                return changed(name, value)
+                return changed(self.architecture, name, value, self._config)
             made = self._processor.process(
                 weights=value, name=name, tensor_key_mapping=self.by_name, parsed_parameters=parsed
             )
         except (ValueError, KeyError, IndexError, ZeroDivisionError) as error:
-            shape = list(value.shape)
-            raise CheckpointError(f"{self._path}: settings don't fit tensor {name}, {shape}: {error!r}") from error
+            raise self._misfit(name, value.shape, error) from error
         return next((each.numpy() for each in parsed["tensors"].values()), made.weights)
 
 

@@ -1,9 +1,11 @@
-"""Qwen3-Next in GGUF: layers with linear attention, and every fourth one with attention and a gate.
+"""Qwen3-Next and Qwen3.5 in GGUF: layers with linear attention, and every fourth one with attention and a gate.
 
-What llama.cpp's converter changes is undone: weights of norms have 1 added, ``A_log`` is its negative exponential, and
-``in_proj_qkvz``, whose rows are those of one head of keys after the other, is two tensors, with queries, keys and
-values of all heads in one and their gates in the other. If both are of one type, the layer stays quantized; older files
-hold it as it is.
+What llama.cpp's converter changes is undone: weights of norms have 1 added, and ``A_log`` is its negative exponential.
+
+Qwen3-Next's ``in_proj_qkvz``, whose rows are those of one head of keys after the other, is two tensors, with queries,
+keys and values of all heads in one and their gates in the other. If both are of one type, the layer stays quantized;
+older files hold it as it is. Of Qwen3.5, heads of values are in another order: the first of each head of keys, then the
+second, and so on. They are rows, but columns of ``out_proj``, which stays quantized if a head has whole groups of them.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from torch import Tensor
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.gguf_architectures import USUAL, count_layers, of_all, stated_numbers
 
-QWEN3NEXT = "qwen3next"
-QWENS = {QWEN3NEXT: "qwen3_next"}
+QWEN3NEXT, _DENSE, _MIXTURE = "qwen3next", "qwen35", "qwen35moe"
+QWENS = {QWEN3NEXT: "qwen3_next", _DENSE: "qwen3_5_text", _MIXTURE: "qwen3_5_moe_text"}
 """By the name in files: the type in transformers."""
 
-_NUMBERS = {key: called for key, called in USUAL.items() if key != "feed_forward_length"} | {
+MIXTURES = (QWEN3NEXT, _MIXTURE)
+"""Those with experts."""
+
+_WIDTH, _SECTIONS = "feed_forward_length", "rope.dimension_sections"
+_NUMBERS = {key: called for key, called in USUAL.items() if key != _WIDTH} | {
     "attention.key_length": "head_dim",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -42,6 +48,10 @@ _OF_EXPERTS = {
 _INTERVAL, _SOFTMAX = 4, 1
 _NAME = re.compile(r"(?:blk\.\d+\.)?(\w+?)(?:\.weight|\.bias)?")
 _WITH_ONE_ADDED = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
+# What has values for each head of values: the whole of it in some, and after queries and keys in others.
+_AFTER_KEYS = ("attn_qkv", "ssm_conv1d")
+_WHOLE_HEADS = (*_AFTER_KEYS, "attn_gate", "ssm_out")
+_BY_HEAD = (*_WHOLE_HEADS, "ssm_a", "ssm_alpha", "ssm_beta", "ssm_dt")
 _PART = re.compile(r"blk\.(\d+)\.attn_(qkv|gate)\.weight")
 _OWN_NAMES = re.compile(r"model\.layers\.(\d+)\.linear_attn\.dt_bias")
 
@@ -53,13 +63,14 @@ def qwen_config(path: Path, settings: dict[str, Any], names: Container[str]) -> 
     """
     name = settings["general.architecture"]
     own = {key.removeprefix(f"{name}."): value for key, value in settings.items()}
-    config = {"model_type": QWENS[name], **stated_numbers(path, own, _NUMBERS | _OF_EXPERTS, name)}
+    others = {_WIDTH: "intermediate_size"} if name == _DENSE else _OF_EXPERTS
+    config = {"model_type": QWENS[name], **stated_numbers(path, own, _NUMBERS | others, name)}
     del config[""]
     config["num_hidden_layers"] = count_layers(path, own)
     if (function := own.get("expert_gating_func", _SOFTMAX)) != _SOFTMAX:
         raise unsupported(f"{path}: expert_gating_func is {function}, and in transformers' model {_SOFTMAX}")
-    if type(own.get("feed_forward_length")) is int:
-        config["intermediate_size"] = own["feed_forward_length"]
+    if name == QWEN3NEXT and type(own.get(_WIDTH)) is int:
+        config["intermediate_size"] = own[_WIDTH]
     size, inner, heads = own["ssm.state_size"], own["ssm.inner_size"], own["ssm.time_step_rank"]
     groups = own["ssm.group_count"]
     if any(type(each) is not int for each in (size, inner, heads, groups)) or not (
@@ -73,6 +84,20 @@ def qwen_config(path: Path, settings: dict[str, Any], names: Container[str]) -> 
     config["partial_rotary_factor"] = rotated / head
     config["layer_types"] = _layer_types(path, own, config["num_hidden_layers"])
     return config | of_all(settings, name, names)
+
+
+def scaling_of_qwen(path: Path, own: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """How positions of Qwen3.5 are scaled, from ``scaling``, which is so for others, and what they are of images.
+
+    ``own``: the settings without the architecture's name. Raises ``CheckpointError`` unless all rotated values have a
+    position.
+    """
+    sections: Any = own.get(_SECTIONS)
+    pairs = own["rope.dimension_count"] // 2
+    is_known = isinstance(sections, list | tuple) and len(sections) == 4 and all(type(each) is int for each in sections)
+    if not is_known or any(3 * count < pairs - axis for axis, count in enumerate(sections[:3])):
+        raise unsupported(f"{path}: {_SECTIONS} is {sections}, and {pairs} pairs of values are rotated")
+    return {"rope_type": "default", **(scaling or {}), "mrope_section": list(sections[:3]), "mrope_interleaved": True}
 
 
 def _layer_types(path: Path, own: dict[str, Any], count: int) -> list[str]:
@@ -92,19 +117,65 @@ def own_name(name: str) -> str | None:
     return None if match is None else f"blk.{match[1]}.ssm_dt.bias"
 
 
-def changed(name: str, values: Any) -> Any:
-    """The model's values, from ``values`` of the tensor ``name`` in a file; the same object if nothing changes."""
+def changed(architecture: str, name: str, values: Any, config: dict[str, Any]) -> Any:
+    """The model's values, from ``values`` of the tensor ``name`` in a file; the same object if nothing changes.
+
+    Raises ``ValueError`` if its shape isn't what ``config`` says.
+    """
     import numpy as np
 
-    match = _NAME.fullmatch(name)
-    part = "" if match is None else match[1]
+    part = _part(name)
+    if not values.size:  # of no model, whatever its shape is
+        return values
     if part in _WITH_ONE_ADDED:
         return values - 1
+    if part == "ffn_gate_inp_shexp":
+        return np.reshape(values, (1, -1))
+    if architecture != QWEN3NEXT and part in _BY_HEAD:
+        values = _in_order(part, values, config)
     if part == "ssm_a":
         return np.log(-values)
-    if part == "ssm_conv1d":
-        return np.expand_dims(values, axis=1)
-    return np.reshape(values, (1, -1)) if part == "ffn_gate_inp_shexp" else values
+    return np.expand_dims(values, axis=1) if part == "ssm_conv1d" else values
+
+
+def _part(name: str) -> str:
+    match = _NAME.fullmatch(name)
+    return "" if match is None else match[1]
+
+
+def _in_order(part: str, values: Any, config: dict[str, Any]) -> Any:
+    """``values`` with those of heads of values in the model's order; the same object if that is the file's."""
+    import numpy as np
+
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    size = config["linear_value_head_dim"] if part in _WHOLE_HEADS else 1
+    first = 2 * groups * config["linear_key_head_dim"] if part in _AFTER_KEYS else 0
+    if groups == heads:
+        return values
+    if part == "ssm_out":
+        return values[:, _order(heads, groups, size, values.shape[1])]
+    order = _order(heads, groups, size, values.shape[0] - first)
+    return np.concatenate([values[:first], values[first:][order]])
+
+
+def _order(heads: int, groups: int, size: int, count: int) -> Any:
+    import numpy as np
+
+    if count != heads * size:
+        raise ValueError(f"{heads} heads have {size} values each")
+    return np.arange(count).reshape(heads // groups, groups, size).swapaxes(0, 1).flatten()
+
+
+def order_of_columns(architecture: str, name: str, K: int, config: dict[str, Any]) -> Tensor | None:
+    """The order of the columns of the tensor ``name`` in the model; None if it is the file's.
+
+    Raises ``ValueError`` if they aren't as many as ``config`` says.
+    """
+    if architecture not in (_DENSE, _MIXTURE) or _part(name) != "ssm_out":
+        return None
+    heads, groups = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    order = _order(heads, groups, config["linear_value_head_dim"], K)
+    return None if heads == groups else torch.from_numpy(order)
 
 
 def parts_of_projections(names: Iterable[str]) -> dict[str, list[str]]:

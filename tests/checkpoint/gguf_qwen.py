@@ -1,4 +1,4 @@
-"""Tiny Qwen3-Next as GGUF files, in llama.cpp's names and layouts, with the values of a float model."""
+"""Tiny Qwen3-Next and Qwen3.5 as GGUF files, in llama.cpp's names and layouts, with the values of a float model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _views_of(model: Any, architecture: MODEL_ARCH) -> dict[str, Tensor]:
 def _with_own_values(views: dict[str, Tensor]) -> Tensors:
     """Those of ``views`` that files hold as other values, which the model then gets those of."""
     found: Tensors = {}
-    for name in [name for name in views if name.endswith("norm.weight") or "ssm_a" in name]:
+    for name in [name for name in views if name.endswith(("norm.weight", "ssm_a"))]:
         if "ssm_norm" in name:
             continue
         view = views.pop(name)
@@ -118,6 +118,56 @@ def write_next(
         weight.copy_(torch.cat([part.reshape(KEYS, -1, weight.shape[1]) for part in parts], dim=1).flatten(0, 1))
     settings = {**SETTINGS, **EXPERTS, "feed_forward_length": 96, "full_attention_interval": 4}
     _write(path, "qwen3next", settings, tensors | (more or {}), without, changes)
+    return model
+
+
+def _in_heads(views: dict[str, Tensor], keys: int, undo: bool) -> None:
+    """Puts what ``views`` have for each head of values into the order of Qwen3.5's file, or back into the model's."""
+    first, others = (VALUES // keys, keys) if undo else (keys, VALUES // keys)
+    for name, view in views.items():
+        part = name.split(".")[2] if name.startswith("blk.") else ""
+        size = SIZE if part in ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out") else 1
+        if part in ("attn_qkv", "ssm_conv1d"):
+            view = view[2 * keys * SIZE :]
+        if part == "ssm_out":
+            heads = view.T.reshape(first, others, size, -1).transpose(0, 1)
+            view.copy_(heads.reshape(VALUES * size, -1).T)
+        elif part in ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_a", "ssm_alpha", "ssm_beta", "ssm_dt"):
+            view.copy_(view.reshape(first, others, size, -1).transpose(0, 1).reshape(view.shape))
+
+
+def write_35(
+    path: Path,
+    kind: str = "qwen35",
+    more: Tensors | None = None,
+    without: str = "-",
+    kinds: dict[str, str] | None = None,
+    keys: int = KEYS,
+    **changes: Any,
+) -> Any:
+    """As ``write_next``, Qwen3.5; ``kind``: its architecture. ``keys``: how many heads of keys layers have."""
+    own, said = {"intermediate_size": 96}, {"feed_forward_length": 96}
+    if kind == "qwen35moe":
+        own, said = OF_EXPERTS, EXPERTS
+    rotary = {"mrope_section": [3, 3, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+    model = random_model(
+        {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}[kind],
+        SIZES | own | {"linear_num_key_heads": keys},
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0, **rotary},
+    )
+    views = _views_of(model, MODEL_ARCH.QWEN35MOE if kind == "qwen35moe" else MODEL_ARCH.QWEN35)
+    everything = dict(views)
+    _in_heads(everything, keys, undo=False)
+    tensors = _with_own_values(views) | _rounded(views, {**(kinds or {}), "": "Q8_0"})
+    _in_heads(everything, keys, undo=True)
+    settings = {
+        **SETTINGS,
+        **said,
+        "ssm.group_count": keys,
+        "full_attention_interval": 4,
+        "rope.dimension_sections": [3, 3, 2, 0],
+    }
+    _write(path, kind, settings, tensors | (more or {}), without, changes)
     return model
 
 

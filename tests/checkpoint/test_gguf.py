@@ -23,7 +23,7 @@ from checkpoint.gguf_files import Array, Tensors, random_blocks, random_tensors,
 from checkpoint.gguf_gemma4 import KINDS, write_gemma4
 from checkpoint.gguf_mixtures import write_gpt_oss, write_mixtral
 from checkpoint.gguf_models import MODELS, float_model, settings_of, write_model
-from checkpoint.gguf_qwen import write_next
+from checkpoint.gguf_qwen import write_35, write_next
 from qgemm import CheckpointError, QuantLinear
 from qgemm.nn import QuantLayer
 
@@ -378,6 +378,9 @@ def test_broken_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     good = {name: write_model(tmp_path / f"{name}.gguf", name).read_bytes() for name in MODELS}
     for name, write in writers.items():
         write(tmp_path / f"{name}.gguf")
+        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    for name in ("qwen35", "qwen35moe"):
+        write_35(tmp_path / f"{name}.gguf", name)
         good[name] = (tmp_path / f"{name}.gguf").read_bytes()
     for name in KINDS:
         write_gemma4(tmp_path / f"{name}.gguf", name)
