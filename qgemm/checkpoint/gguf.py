@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,20 @@ from torch import Tensor, nn
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.float_layers import check_scale
-from qgemm.checkpoint.gguf_config import LONG_FACTORS, ROTARY_FACTORS, llama3_scaling, longrope_scaling, model_config
+from qgemm.checkpoint.gguf_architectures import NEXT, is_of_next
+from qgemm.checkpoint.gguf_config import (
+    LONG_FACTORS,
+    OWN_CONFIGS,
+    ROTARY_FACTORS,
+    llama3_scaling,
+    longrope_scaling,
+    model_config,
+)
+from qgemm.checkpoint.gguf_deepseek import joined_latents, latents_shape, parts_of_latents
 from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile, header_of
-from qgemm.checkpoint.gguf_gemma4 import GEMMA4, GEMMA4_TEXT, factors_of_experts, is_shared, set_rotated_part
+from qgemm.checkpoint.gguf_gemma4 import GEMMA4_TEXT, factors_of_experts, is_shared, set_rotated_part
 from qgemm.checkpoint.gguf_names import EXPERT, ModelNames, RowOrder
+from qgemm.checkpoint.gguf_qwen import QWEN3NEXT, order_of_projections, parts_of_projections
 from qgemm.checkpoint.gguf_types import BlockType
 from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, checkpoint_file
 from qgemm.checkpoint.pretrained import is_pretrained
@@ -59,7 +70,8 @@ class GgufModel:
         names = [name for name in self.stored if EXPERT.fullmatch(name) is None]
         # Of these it takes names for values.
         stored = [each for each in self.stored_settings if b".rope.scaling." not in each]
-        settings = self.settings | self.lists if self.settings.get("general.architecture") == GEMMA4 else self.settings
+        takes_lists = self.settings.get("general.architecture") in OWN_CONFIGS
+        settings = self.settings | self.lists if takes_lists else self.settings
         config = model_config(self.path, settings, header_of(stored, names), dtype, self.stored)
         if _EMBEDDING in self.stored:
             config["vocab_size"] = self.shape(_EMBEDDING)[0]
@@ -152,22 +164,88 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 f"{source.stored[name].path}: tensor {name} is of type {kind.name}, which qgemm doesn't read"
             )
         target = names.find(name)
-        if name in (ROTARY_FACTORS, *LONG_FACTORS) or (config["model_type"] == GEMMA4_TEXT and is_shared(name, config)):
+        if _is_unused(name, config, source.settings):
             contents.pass_over(name)
         elif target is not None:
             order = _row_order(source, names, name, target, model)
             if order is None:
                 _note_float(contents, source, names, name, target, model)
             else:
-                _note_layer(contents, source, name, split_name(target)[0], order)
+                columns = names.column_order(name, *source.shape(name))
+                _note_layer(contents, source, [name], split_name(target)[0], order, columns)
     if config["model_type"] == GEMMA4_TEXT:
         _note_factors(contents, source, model)
+    _note_latents(contents, source, model)
+    if names.architecture == QWEN3NEXT:
+        _note_projections(contents, source, model, config)
     if not contents.manifest.layers:
         raise CheckpointError(
             f"{source.path} holds no quantized layer: load its floats with transformers' from_pretrained(folder, "
             "gguf_file=...), and call qgemm.quantize_model"
         )
     return contents
+
+
+def _is_unused(name: str, config: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether the model that ``config`` describes has nothing that is made from the tensor ``name``."""
+    if config["model_type"] == GEMMA4_TEXT and is_shared(name, config):
+        return True
+    has_next = settings.get(f"{settings['general.architecture']}.{NEXT}")
+    return name in (ROTARY_FACTORS, *LONG_FACTORS) or bool(has_next and is_of_next(name, config["num_hidden_layers"]))
+
+
+def _note_latents(contents: Contents, source: GgufModel, model: nn.Module) -> None:
+    """Notes that the parts of DeepSeek's ``kv_b_proj`` are one weight in ``model``, in float."""
+    for target, names in parts_of_latents(_free(contents, source)).items():
+        path = source.stored[names[0]].path
+        shape = latents_shape(path, names[0], source.shape(names[0]), source.shape(names[1]))
+        _note_joined(contents, source, names, target, shape, model, joined_latents)
+
+
+def _note_projections(contents: Contents, source: GgufModel, model: nn.Module, config: dict[str, Any]) -> None:
+    """Notes that the parts of Qwen3-Next's ``in_proj_qkvz`` are one weight in ``model``: packed, if of one type."""
+    for target, names in parts_of_projections(_free(contents, source)).items():
+        kind, *others = (source.types[name] for name in names)
+        shapes, path = [source.shape(name) for name in names], source.stored[names[0]].path
+        if any(len(shape) != 2 or shape[1] != shapes[0][1] or shape[1] == 0 for shape in shapes):
+            raise CheckpointError(f"{path}: {names[0]} has shape {list(shapes[0])}, and its gate {list(shapes[1])}")
+        order = order_of_projections(path, names[0], shapes[0][0] + shapes[1][0], config)
+        if others == [kind] and kind.is_quantized and not kind.has_global_scale:
+            _note_layer(contents, source, names, split_name(target)[0], order)
+        else:
+            shape = len(order), shapes[0][1]
+            _note_joined(contents, source, names, target, shape, model, partial(_joined_rows, order))
+
+
+def _joined_rows(order: Tensor, *parts: Tensor) -> Tensor:
+    return torch.cat(parts)[order.to(parts[0].device)]
+
+
+def _free(contents: Contents, source: GgufModel) -> list[str]:
+    """The tensors of the files of which nothing has been noted."""
+    return [name for name in source.stored if name in contents.headers]
+
+
+def _note_joined(
+    contents: Contents,
+    source: GgufModel,
+    names: list[str],
+    target: str,
+    shape: tuple[int, ...],
+    model: nn.Module,
+    join: Callable[..., Tensor],
+) -> None:
+    """Notes that the tensors ``names``, in float32, make the weight ``target`` of ``model`` together, in float."""
+    kinds, dtype = [source.types[name] for name in names], next(model.parameters()).dtype
+
+    def convert(*stored: Tensor) -> Sequence[Tensor]:
+        parts = [
+            kind.dequantize(value, torch.float32) if kind.is_quantized else value.float()
+            for kind, value in zip(kinds, stored, strict=True)
+        ]
+        return (join(*parts).to(dtype),)
+
+    contents.convert_together(names, {target: (names[0], shape, dtype)}, convert)
 
 
 def _note_factors(contents: Contents, source: GgufModel, model: nn.Module) -> None:
@@ -177,8 +255,7 @@ def _note_factors(contents: Contents, source: GgufModel, model: nn.Module) -> No
     def stack(*values: Tensor) -> Sequence[Tensor]:
         return (torch.stack([value.reshape(()) for value in values]).to(dtype),)
 
-    free = [name for name in source.stored if name in contents.headers]
-    for target, names in factors_of_experts(free).items():
+    for target, names in factors_of_experts(_free(contents, source)).items():
         contents.convert_together(names, {target: (names[0], (len(names),), dtype)}, stack)
 
 
@@ -189,15 +266,31 @@ def _row_order(source: GgufModel, names: ModelNames, name: str, target: str, mod
     is_linear = isinstance(module, nn.Linear) or (module is not None and is_conv1d(module))
     if not source.types[name].is_quantized or leaf != "weight" or len(shape) != 2:
         return None
-    return names.row_order(name, *shape) if is_linear or EXPERT.fullmatch(name) else None
+    if not is_linear and EXPERT.fullmatch(name) is None:
+        return None
+    columns = names.column_order(name, *shape)
+    is_divided = columns is not None and source.types[name].group_order(columns) is None
+    return None if is_divided else names.row_order(name, *shape)
 
 
-def _note_layer(contents: Contents, source: GgufModel, name: str, layer: str, order: RowOrder) -> None:
-    """Notes that the tensor ``name`` of the files is the weight of ``layer``, with its rows in this ``order``."""
+def _note_layer(
+    contents: Contents,
+    source: GgufModel,
+    names: list[str],
+    layer: str,
+    order: RowOrder,
+    columns: Tensor | None = None,
+) -> None:
+    """Notes that the tensors ``names`` of the files, of one type, are the weight of ``layer``.
+
+    ``order``: that of their rows, one after the other, in the weight. ``columns``: that of its columns, if another.
+    """
+    name, *others = names
     kind, (N, K) = source.types[name], source.shape(name)
+    N += sum(source.shape(each)[0] for each in others)
     shapes = kind.part_shapes(N, K)
     made = {f"{layer}.{leaf}": (name, shape, dtype) for leaf, (shape, dtype) in shapes.items()}
-    sources, (factor, of_inputs) = [name], (f"{name.removesuffix('weight')}{leaf}" for leaf in _FACTORS)
+    sources, (factor, of_inputs) = [*names], (f"{name.removesuffix('weight')}{leaf}" for leaf in _FACTORS)
     if kind.has_global_scale and factor in source.stored:
         check_scale(contents, factor, (torch.float32,), {(), (1,)})
         sources.append(factor)
@@ -206,9 +299,12 @@ def _note_layer(contents: Contents, source: GgufModel, name: str, layer: str, or
         contents.pass_over(of_inputs)
         contents.note("activations stay in float, where the file has scales to compute them in fp4")
 
-    def convert(rows: Tensor, *factors: Tensor) -> Sequence[Tensor]:
+    def convert(*stored: Tensor) -> Sequence[Tensor]:
+        rows = torch.cat(stored[: len(names)]) if others else stored[0]
+        given = next(iter(stored[len(names) :]), None)
         rows = rows[order if isinstance(order, slice) else order.to(rows.device)]
-        return [part for part in kind.parts(rows, *factors) if part is not None]
+        own_columns = None if columns is None else columns.to(rows.device)
+        return [part for part in kind.parts(rows, given, own_columns) if part is not None]
 
     contents.convert_together(sources, made, convert)
     contents.manifest.layers[layer] = kind.scheme

@@ -7,6 +7,7 @@ reorders as Llama's.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from qgemm.checkpoint.errors import unsupported
 
-_USUAL = {
+USUAL = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -23,6 +24,8 @@ _USUAL = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+"""Settings of most architectures, one number each, and what configs call them."""
+
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 # What configs say about biases, and a tensor of the first layer that shows it.
 _BIASES = {
@@ -30,8 +33,12 @@ _BIASES = {
     "attention_out_bias": "blk.0.attn_output.bias",
     "mlp_bias": "blk.0.ffn_up.bias",
 }
+NEXT = "nextn_predict_layers"
+"""How many layers follow that predict further tokens."""
+
 # Settings with which llama.cpp computes something else, or stores rows in another order.
-_OTHERS = ("rope.dimension_sections", "nextn_predict_layers")
+_OTHERS = ("rope.dimension_sections", NEXT)
+_LAYER = re.compile(r"blk\.(\d+)\..*")
 # The base of rotary frequencies if none is stated.
 BASE = 10000.0
 _TEMPERATURE = "attention.temperature_scale"
@@ -85,14 +92,10 @@ def own_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
         raise unsupported(f"{path}: rope.scaling.finetuned is False, so its positions aren't rotated")
     # Ministral's attention depends on positions; other models of that architecture are Mistral's.
     is_ministral = name == "mistral3" and bool(own.get(_TEMPERATURE))
-    config: dict[str, Any] = {"model_type": "ministral3" if is_ministral else about.kind}
-    for key, called in _USUAL.items():
-        if type(own.get(key)) not in (int, float):
-            raise unsupported(f"{path} doesn't state {key} as one number, which qgemm needs for {name}")
-        config[called] = own[key]
+    config = stated_numbers(path, own, USUAL, name)
+    config["model_type"] = "ministral3" if is_ministral else about.kind
     heads = own["attention.head_count"]
     config["head_dim"] = own.get("attention.key_length") or own["embedding_length"] // max(heads, 1)
-    config["rope_theta"] = own.get("rope.freq_base", BASE)
     for key, called in about.factors.items():
         # 0 stands for none, too.
         usual = config["head_dim"] ** -0.5 if key == "attention.scale" and config["head_dim"] > 0 else 1.0
@@ -101,10 +104,45 @@ def own_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
         config["sliding_window"] = None
     if about.part_of_head:
         config["partial_rotary_factor"] = 1.0  # unless rope.dimension_count says less
-    config |= {called: settings.get(f"tokenizer.ggml.{key}") for key, called in _TOKENS.items()}
     config |= {called: bias in names for called, bias in _BIASES.items()}
-    config["tie_word_embeddings"] = "output.weight" not in names
-    return config
+    return config | of_all(settings, name, names)
+
+
+def of_all(settings: dict[str, Any], name: str, names: Container[str]) -> dict[str, Any]:
+    """What ``settings`` of any model of the architecture ``name`` say about tokens, the head and rotary frequencies."""
+    return {
+        **{called: settings.get(f"tokenizer.ggml.{key}") for key, called in _TOKENS.items()},
+        **{"tie_word_embeddings": "output.weight" not in names},
+        **{"rope_theta": settings.get(f"{name}.rope.freq_base", BASE)},
+    }
+
+
+def stated_numbers(path: Path, own: dict[str, Any], wanted: dict[str, str], name: str) -> dict[str, Any]:
+    """The settings ``wanted``, by what configs call them; ``own``: all, without the architecture's name.
+
+    Raises ``CheckpointError`` for one that isn't a number; ``name`` is what the error calls the architecture.
+    """
+    for key in wanted:
+        if type(own.get(key)) not in (int, float):
+            raise unsupported(f"{path} doesn't state {key} as one number, which qgemm needs for {name}")
+    return {called: own[key] for key, called in wanted.items()}
+
+
+def count_layers(path: Path, own: dict[str, Any]) -> int:
+    """How many layers a model has without those that predict further tokens.
+
+    ``own``: the settings without the architecture's name. Raises ``CheckpointError`` if none is left.
+    """
+    layers, after = own["block_count"], own.get(NEXT, 0)
+    if type(layers) is not int or type(after) is not int or after >= layers:
+        raise unsupported(f"{path} has {layers} layers, of which {after} predict further tokens")
+    return layers - after
+
+
+def is_of_next(name: str, layers: int) -> bool:
+    """Whether the tensor ``name`` is of a layer after the model's own ``layers``."""
+    layer = _LAYER.fullmatch(name)
+    return layer is not None and int(layer[1]) >= layers
 
 
 def scaling_of_mistral3(

@@ -7,7 +7,7 @@ are scaled for long contexts.
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 from qgemm.checkpoint.gguf_architectures import ARCHITECTURES, BASE, own_config, scaling_of_mistral3
+from qgemm.checkpoint.gguf_deepseek import DEEPSEEK2, GLM4MOE, deepseek_config, glm_config, scaling_of_deepseek
 from qgemm.checkpoint.gguf_gemma4 import GEMMA4, gemma4_config
+from qgemm.checkpoint.gguf_qwen import MIXTURES, QWEN3NEXT, QWENS, qwen_config, scaling_of_qwen
 
 ROTARY_FACTORS = "rope_freqs.weight"
 """The tensor by whose values rotary frequencies are divided, in files of Llama 3.1 and later."""
@@ -63,7 +65,7 @@ _UNREAD: dict[str, dict[str, str]] = {
 }
 # Where only the first values of a head are rotated, and where transformers reads by itself how many are.
 _PARTLY_ROTATED = ("nemotron", "phi3", "stablelm")
-_READS_ROTATED = ("llama", "minimax-m2")
+_READS_ROTATED = (DEEPSEEK2, GLM4MOE, *QWENS, "llama", "minimax-m2")
 # Where transformers' own base of rotary frequencies is another one.
 _WITH_OTHERBASES = ("gemma3", "gpt-oss", "lfm2", "minimax-m2", _MIXTRAL)
 # Where some layers attend to a window: each of these has none.
@@ -89,7 +91,20 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Architectures that transformers has in its tables, although it doesn't read files as llama.cpp writes them.
 _MISREAD = ("deci",)
-_OF_MIXTURES = (GEMMA4, "gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe")
+_OF_MIXTURES = (DEEPSEEK2, GEMMA4, GLM4MOE, "gpt-oss", "llama", "minimax-m2", "qwen2moe", "qwen3moe", *MIXTURES)
+# Of those above, the ones that an architecture computes.
+_COMPUTED = {
+    DEEPSEEK2: ("expert_weights_scale", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    GLM4MOE: ("expert_weights_scale",),
+    **{name: tuple(own.factors) for name, own in ARCHITECTURES.items()},
+}
+OWN_CONFIGS: dict[str, Callable[[Path, dict[str, Any], Container[str]], dict[str, Any]]] = {
+    **{DEEPSEEK2: deepseek_config, GEMMA4: gemma4_config, GLM4MOE: glm_config},
+    **dict.fromkeys(QWENS, qwen_config),
+    **dict.fromkeys(ARCHITECTURES, own_config),
+}
+"""By architecture: what makes a config from the file's path, settings and names, where transformers doesn't."""
+
 # What GPT-OSS says about long contexts, and its files don't.
 _GPT_OSS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
@@ -120,10 +135,8 @@ def model_config(
     if not is_gguf_available():
         raise ImportError(f'{path} is read with the package gguf: pip install "gguf>=0.10"')
     try:
-        if architecture == GEMMA4:
-            config: dict[str, Any] = gemma4_config(path, settings, names)
-        elif architecture in ARCHITECTURES:
-            config = own_config(path, settings, names)
+        if architecture in OWN_CONFIGS:
+            config: dict[str, Any] = OWN_CONFIGS[architecture](path, settings, names)
         else:
             with TemporaryDirectory() as folder:
                 (small := Path(folder) / path.name).write_bytes(header)
@@ -159,6 +172,10 @@ def model_config(
         scaling = {"rope_type": "default"} if scaling is None else scaling | _GPT_OSS
     if architecture == "mistral3":
         scaling = scaling_of_mistral3(path, config, own, scaling)
+    if architecture == DEEPSEEK2:
+        scaling = scaling_of_deepseek(path, own, scaling)
+    if architecture in QWENS and architecture != QWEN3NEXT:
+        scaling = scaling_of_qwen(path, own, scaling)
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config
@@ -166,7 +183,7 @@ def model_config(
 
 def _check_is_computed(path: Path, own: dict[str, Any], architecture: str) -> None:
     """Raises ``CheckpointError`` for settings, without the architecture's name, that its model doesn't heed."""
-    computed = ARCHITECTURES[architecture].factors if architecture in ARCHITECTURES else ()
+    computed = _COMPUTED.get(architecture, ())
     for name, values in _NEUTRAL.items():
         if name not in computed and own.get(name, values[0]) not in values:
             raise unsupported(f"{path}: {name} is {own[name]}, which transformers doesn't compute for {architecture}")

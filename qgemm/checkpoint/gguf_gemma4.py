@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from qgemm.checkpoint.errors import unsupported
+from qgemm.checkpoint.gguf_architectures import stated_numbers
 
 GEMMA4, GEMMA4_TEXT = "gemma4", "gemma4_text"
 # A single number each.
@@ -51,10 +52,7 @@ def gemma4_config(path: Path, settings: dict[str, Any], names: Container[str]) -
     own = {key.removeprefix(f"{GEMMA4}."): value for key, value in settings.items()}
     config: dict[str, Any] = {"model_type": GEMMA4_TEXT, "tie_word_embeddings": "output.weight" not in names}
     of_experts = _OF_EXPERTS if own.get("expert_count") else {}
-    for key, called in (_NUMBERS | of_experts).items():
-        if type(own.get(key)) not in (int, float):
-            raise unsupported(f"{path} doesn't state {key} as one number, which qgemm needs for Gemma 4")
-        config[called] = own[key]
+    config |= stated_numbers(path, own, _NUMBERS | of_experts, "Gemma 4")
     config["enable_moe_block"] = bool(of_experts)
     for key, called in _ROTATED.items():
         if own.get(key, config[called]) != config[called]:

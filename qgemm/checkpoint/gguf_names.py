@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
 from qgemm.checkpoint.gguf_architectures import ARCHITECTURES
-from qgemm.checkpoint.gguf_gemma4 import GEMMA4
+from qgemm.checkpoint.gguf_config import OWN_CONFIGS
+from qgemm.checkpoint.gguf_qwen import QWENS, changed, order_of_columns, own_name
 from qgemm.checkpoint.tensors import split_name
 
 EXPERT = re.compile(r"(.*)\.ffn_(gate|up|down)(?:_exps)?\.(\d+)\.(weight|bias)")
@@ -27,13 +28,14 @@ RowOrder = slice | Tensor
 """What indexes the rows of a matrix."""
 
 _UNCHANGED = slice(None)
-# Of Gemma 4.
+# What has another name in the table, or none.
 _ROUTER_SCALE = re.compile(r"model\.layers\.(\d+)\.router\.scale")
+_CORRECTION = re.compile(r"model\.layers\.(\d+)\.mlp\.gate\.e_score_correction_bias")
 _GATES_AND_UPS = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.)?experts\.gate_up_proj")
 
 
 class ModelNames:
-    """``by_name``: the names in ``model`` of the tensors in files of its architecture."""
+    """``by_name``: the names in ``model`` of the tensors in files of its ``architecture``."""
 
     def __init__(self, path: Path, architecture: str, model: nn.Module, config: dict[str, Any]) -> None:
         """``config``: the model's, as derived from the file at ``path``. Raises ``CheckpointError`` without a table."""
@@ -46,17 +48,21 @@ class ModelNames:
         own = ARCHITECTURES.get(architecture)
         rows_as = "llama" if own is not None and own.rows_as_llama else architecture
         self._processor = TENSOR_PROCESSORS.get(rows_as, TensorProcessor)(config=config)
-        self._path = path
+        self._path, self._config, self.architecture = path, config, architecture
         self._orders: dict[tuple[str, int, int], RowOrder | None] = {}
         try:
             # Mixtral's files say llama, and have its names.
-            kind = architecture if architecture in ("llama", GEMMA4) or own is not None else None
+            kind = architecture if architecture == "llama" or architecture in OWN_CONFIGS else None
             self.by_name: dict[str, str] = get_gguf_hf_weights_map(_outermost(model), self._processor, kind)
         except Exception as error:  # for models that gguf, the package, doesn't know
             raise unsupported(f"{path}: transformers has no names for {architecture}: {said_by(error)}") from error
         for name in model.state_dict():
             if match := _ROUTER_SCALE.fullmatch(name):
                 self.by_name[f"blk.{match[1]}.ffn_gate_inp.scale"] = name
+            if self.architecture in QWENS and (own_here := own_name(name)) is not None:
+                self.by_name[own_here] = name
+            if match := _CORRECTION.fullmatch(name):
+                self.by_name[f"blk.{match[1]}.exp_probs_b.bias"] = name
             if match := _GATES_AND_UPS.fullmatch(name):
                 for part in ("gate", "up"):
                     self.by_name.setdefault(f"blk.{match[1]}.ffn_{part}_exps", name)
@@ -84,7 +90,7 @@ class ModelNames:
         return self._orders[kind]
 
     def _find_order(self, name: str, N: int, K: int) -> RowOrder | None:
-        if EXPERT.fullmatch(name):
+        if EXPERT.fullmatch(name) or K == 0:
             return _UNCHANGED
         import numpy as np
 
@@ -98,6 +104,16 @@ class ModelNames:
             return None
         order = torch.from_numpy(made[:, 0].astype(np.int64))
         return order if torch.equal(order.sort().values, torch.arange(N, device="cpu")) else None
+
+    def column_order(self, name: str, N: int, K: int) -> Tensor | None:
+        """As ``row_order``, of the columns; None if it is the file's."""
+        try:
+            return order_of_columns(self.architecture, name, K, self._config) if N > 0 else None
+        except ValueError as error:
+            raise self._misfit(name, (N, K), error) from error
+
+    def _misfit(self, name: str, shape: tuple[int, ...], error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self._path}: settings don't fit tensor {name}, {list(shape)}: {error!r}")
 
     def changed_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape in the model of the tensor ``name``; None if neither shape nor values differ from the file's."""
@@ -119,12 +135,13 @@ class ModelNames:
         # A processor may also put a value where it belongs by itself.
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
         try:
+            if self.architecture in QWENS:
+                return changed(self.architecture, name, value, self._config)
             made = self._processor.process(
                 weights=value, name=name, tensor_key_mapping=self.by_name, parsed_parameters=parsed
             )
         except (ValueError, KeyError, IndexError, ZeroDivisionError) as error:
-            shape = list(value.shape)
-            raise CheckpointError(f"{self._path}: settings don't fit tensor {name}, {shape}: {error!r}") from error
+            raise self._misfit(name, value.shape, error) from error
         return next((each.numpy() for each in parsed["tensors"].values()), made.weights)
 
 

@@ -89,12 +89,24 @@ class BlockType:
         """Whether a number in a tensor of its own multiplies all scales of a weight."""
         return self.scheme.weight.scale_dtype == "e4m3"
 
-    def parts(self, rows: Tensor, factor: Tensor | None = None) -> Parts:
+    def group_order(self, columns: Tensor) -> Tensor | None:
+        """The order of groups of values if a weight's ``columns`` are put in that order; None if groups are divided."""
+        size = self.scheme.weight.group_size
+        assert size is not None
+        if len(columns) % size:
+            return None
+        groups = columns.reshape(-1, size)
+        order = groups[:, 0] // size
+        whole = order[:, None] * size + torch.arange(size, device=columns.device)
+        return order if torch.equal(groups, whole) else None
+
+    def parts(self, rows: Tensor, factor: Tensor | None = None, columns: Tensor | None = None) -> Parts:
         """The parameters of a layer whose weight is stored as ``rows``, uint8 ``[N, bytes]``.
 
-        ``factor``: the number that multiplies all scales, of a type that has one; None for 1.
+        ``factor``: the number that multiplies all scales, of a type that has one; None for 1. ``columns``: the order in
+        which the layer has the columns, with groups as they are.
         """
-        parts = self._all_parts(rows)
+        parts = self._all_parts(rows, columns)
         if not self.has_global_scale:
             return parts
         pair = torch.ones(2, device=rows.device)
@@ -102,22 +114,28 @@ class BlockType:
             pair[0] = factor.reshape(())
         return parts._replace(global_scale=pair)
 
-    def _all_parts(self, rows: Tensor) -> Parts:
+    def _all_parts(self, rows: Tensor, columns: Tensor | None) -> Parts:
         N, K = rows.shape[0], rows.shape[1] // self.nbytes * self.values
         step = max(1, _PIECE // max(K, 1))
-        pieces = [self._parts(rows[start : start + step], K) for start in range(0, max(N, 1), step)]
+        pieces = [self._parts(rows[start : start + step], K, columns) for start in range(0, max(N, 1), step)]
         if len(pieces) == 1:
             return pieces[0]
         zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
         weight, scale = torch.cat([piece.weight for piece in pieces]), torch.cat([piece.scale for piece in pieces])
         return Parts(weight, scale, torch.cat(zeros) if zeros else None)
 
-    def _parts(self, rows: Tensor, K: int) -> Parts:
+    def _parts(self, rows: Tensor, K: int, columns: Tensor | None) -> Parts:
         assert self.decode is not None
         n = rows.shape[0]
         codes, scale, zeros = self.decode(rows.reshape(-1, self.nbytes))
-        weight = store_values(codes.reshape(n, K), self.scheme.weight.format)
-        return Parts(weight, scale.reshape(n, -1), None if zeros is None else zeros.reshape(n, -1))
+        codes, scale = codes.reshape(n, K), scale.reshape(n, -1)
+        zeros = None if zeros is None else zeros.reshape(n, -1)
+        if columns is not None:
+            order = self.group_order(columns)
+            assert order is not None
+            codes, scale = codes[:, columns], scale[:, order]
+            zeros = None if zeros is None else zeros[:, order]
+        return Parts(store_values(codes, self.scheme.weight.format), scale, zeros)
 
     def dequantize(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """The floats ``[..., K]`` that ``rows``, uint8 ``[..., bytes]``, stand for: in float32, then in ``dtype``.

@@ -21,6 +21,11 @@ _SETTINGS = [
     *("final_logit_softcapping", "attn_logit_softcapping", "attention.causal", "context_length", "ssm.inner_size"),
     *("attention.temperature_scale", "rope.scaling.yarn_log_multiplier", "residual_scale", "embedding_scale"),
     *("attention.shared_kv_layers", "attention.key_length_swa", "rope.dimension_count_swa", "feed_forward_length"),
+    *("attention.key_length_mla", "attention.value_length_mla", "attention.q_lora_rank", "attention.kv_lora_rank"),
+    *("expert_group_count", "expert_group_used_count", "expert_gating_func", "leading_dense_block_count"),
+    *("ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.conv_kernel", "full_attention_interval"),
+    *("attention.recurrent_layers", "expert_shared_feed_forward_length", "rope.dimension_sections"),
+    *("nextn_predict_layers", "expert_weights_norm", "expert_shared_count", "rope.scaling.yarn_beta_fast"),
 ]
 _NAMES = [
     *("", "x" * 70, "rope_freqs.weight", "output.weight", "blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_up_exps.weight"),
@@ -31,6 +36,10 @@ _NAMES = [
         "blk.-1.attn_q.weight",
         "blk.99.attn_q.weight",
         "blk.0.ffn_up.0.weight",
+        "blk.0.attn_gate.weight",
+        "blk.0.ssm_in.weight",
+        "blk.1.attn_kv_b.weight",
+        "blk.2.exp_probs_b.bias",
     ),
 ]
 

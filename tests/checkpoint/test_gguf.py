@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 import qgemm
 from checkpoint.fuzz_gguf import broken
+from checkpoint.gguf_deepseek import GLM_KINDS, write_deepseek, write_glm
+from checkpoint.gguf_deepseek import KINDS as DEEPSEEK_KINDS
 from checkpoint.gguf_dense import MODELS as DENSE_MODELS
 from checkpoint.gguf_dense import write_like
 from checkpoint.gguf_files import Array, Tensors, random_blocks, random_tensors, write_file
 from checkpoint.gguf_gemma4 import KINDS, write_gemma4
 from checkpoint.gguf_mixtures import write_gpt_oss, write_mixtral
 from checkpoint.gguf_models import MODELS, float_model, settings_of, write_model
+from checkpoint.gguf_qwen import write_35, write_next
 from qgemm import CheckpointError, QuantLinear
 from qgemm.nn import QuantLayer
 
@@ -362,6 +365,7 @@ def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
 
 
 CALLED = {"mixtral": "llama", "nvfp4": "llama", "ministral3": "mistral3", **dict.fromkeys(KINDS, "gemma4")}
+CALLED |= dict.fromkeys(DEEPSEEK_KINDS, "deepseek2") | dict.fromkeys(GLM_KINDS, "glm4moe")
 BROKEN, COMPLETE_BROKEN = 100, 2000
 """Files; the latter with ``--complete``. 16,000 have been read."""
 
@@ -370,13 +374,22 @@ BROKEN, COMPLETE_BROKEN = 100, 2000
 @pytest.mark.filterwarnings("ignore")
 def test_broken_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Each is refused, or loads as a model whose values its layers accept."""
-    writers = {"gpt-oss": write_gpt_oss, "mixtral": write_mixtral}
+    writers = {"gpt-oss": write_gpt_oss, "mixtral": write_mixtral, "qwen3next": write_next}
     good = {name: write_model(tmp_path / f"{name}.gguf", name).read_bytes() for name in MODELS}
     for name, write in writers.items():
         write(tmp_path / f"{name}.gguf")
         good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    for name in ("qwen35", "qwen35moe"):
+        write_35(tmp_path / f"{name}.gguf", name)
+        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
     for name in KINDS:
         write_gemma4(tmp_path / f"{name}.gguf", name)
+        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    for name in DEEPSEEK_KINDS:
+        write_deepseek(tmp_path / f"{name}.gguf", name)
+        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    for name in GLM_KINDS:
+        write_glm(tmp_path / f"{name}.gguf", name)
         good[name] = (tmp_path / f"{name}.gguf").read_bytes()
     for name in DENSE_MODELS:
         write_like(tmp_path / f"{name}.gguf", name)

@@ -61,6 +61,14 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
         names.changed_shape("blk.0.attn_qkv.bias", (192,))
 
 
+def test_no_columns() -> None:
+    """A header may say that there are more rows than memory holds; their order is of no use."""
+    names = ModelNames(
+        Path("a.gguf"), "llama", float_model("llama"), {"num_attention_heads": 4, "num_key_value_heads": 2}
+    )
+    assert names.row_order("blk.0.attn_q.weight", 1 << 50, 0) == slice(None)
+
+
 @pytest.mark.parametrize(
     ("architecture", "name", "tensor", "problem"),
     [

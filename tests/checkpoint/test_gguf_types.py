@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkpoint.gguf_files import HALVES, random_blocks
 from qgemm.checkpoint.gguf_types import TYPES, BlockType
+from qgemm.numerics.groups import dequantize as dequantize_groups
 
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
 READ_TYPES = [kind.name for kind in TYPES.values() if kind.decode is not None]
@@ -72,6 +73,22 @@ def test_sums_that_are_rounded(name: str) -> None:
     rows = rows.view(8, -1)
     assert_same(rows, kind)
     assert not torch.equal(kind.dequantize(rows, torch.float32), theirs(rows, kind))
+
+
+@pytest.mark.parametrize("name", READ_TYPES)
+def test_columns_in_another_order(name: str) -> None:
+    """Heads of 128 columns, of which the groups of most types are parts."""
+    kind, rows = BY_NAME[name], torch.from_numpy(random_blocks(name, 5, 1024))
+    columns = torch.arange(1024).view(2, 4, 128).transpose(0, 1).flatten()
+    weight = kind.scheme.weight
+    assert weight.group_size is not None
+    if weight.group_size > 128:
+        assert kind.group_order(columns) is None
+        return
+    assert kind.group_order(columns[:-1]) is None
+    values, scale, zeros, factor = kind.parts(rows, columns=columns)
+    found = dequantize_groups(values, scale, zeros, factor, weight.format, weight.group_size, 1024, torch.float32)
+    assert torch.equal(found, kind.dequantize(rows, torch.float32)[:, columns])
 
 
 def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
