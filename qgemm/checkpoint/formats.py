@@ -89,7 +89,7 @@ _TRANSFORMS = ("transform_config", "rotation_config", "spinquant_config", "hadam
 _NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.json is the one of this checkpoint"
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', "
-    "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8, int4), 'hqq' (4 and 8 bits), 'fp8', 'fbgemm_fp8', "
+    "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8, int4), 'hqq' (axis 1), 'fp8', 'fbgemm_fp8', "
     "'modelopt', 'quark', 'mxfp4' (GPT-OSS), 'bitnet', and MLX's files"
 )
 

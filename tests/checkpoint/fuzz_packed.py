@@ -1,7 +1,7 @@
-"""Good checkpoints of GPTQ, AWQ, AutoRound, BitNet, bitsandbytes' nf4, MLX, Quark and torchao, and breaks.
+"""Good checkpoints of GPTQ, AWQ, AutoRound, BitNet, bitsandbytes' nf4, HQQ, MLX, Quark and torchao.
 
-What a loaded layer must be is computed here from the files by the formats' descriptions: the float weight that its
-values stand for.
+What can be wrong with them is here, too. What a loaded layer must be is computed from the files by the formats'
+descriptions: the float weight that its values stand for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from checkpoint.fuzz_breaks import Break
+from checkpoint.fuzz_hqq import check_hqq, layers_of_hqq
 from checkpoint.fuzz_json import NUMBERS, OTHERS, Unfit, content_of, dump, pick
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, load_saved
 from checkpoint.fuzz_quark import QUARK, break_steps, check_quark, layers_of_quark
@@ -69,6 +70,7 @@ def make_packed(folder: Path, breaks: list[Break]) -> list[Good]:
         ("bitnet", [_ternary(seed) for seed in range(3)], {"quant_method": "bitnet"}, check_bitnet),
         ("mlx", [affine(4, 32, WIDTH, WIDTH), affine(6, 64, WIDTH, WIDTH), small_floats("mxfp4", WIDTH, WIDTH)])
         + (_OF_MLX, check_mlx),
+        ("hqq", layers_of_hqq(WIDTH), {"quant_method": "hqq"}, check_hqq),
         ("quark", layers_of_quark(WIDTH), QUARK, check_quark),
     ]
     made = []
@@ -334,7 +336,6 @@ _PACKED = (
     "quant_map",
     "nested_absmax",
     "nested_quant_map",
-) + (
     "bitsandbytes__nf4",
     "bitsandbytes__fp4",
     "_weight_qdata",
@@ -342,6 +343,12 @@ _PACKED = (
     "_weight_zero_point",
     "weight_zero_point",
     "input_zero_point",
+    "W_q",
+    "scale",
+    "zero",
+    "nbits",
+    "group_size",
+    "shape",
 )
 
 
