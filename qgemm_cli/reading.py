@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qgemm.checkpoint import fp8, modelopt
+from qgemm.checkpoint import fp8, modelopt, quark
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import method_of, read_contents, settings
@@ -37,6 +37,7 @@ from qgemm.checkpoint.layout import (
 )
 from qgemm.checkpoint.load import Matching, find_matching, match_gguf
 from qgemm.checkpoint.pretrained import model_config
+from qgemm.checkpoint.quark_config import dtypes_in
 from qgemm.checkpoint.recognition import recognize
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_headers
 from qgemm.checkpoint.tensors import dtype_name
@@ -227,6 +228,8 @@ def _identify(checkpoint: Checkpoint) -> None:
         checkpoint.variant = str(quantization.get("format") or "")
     elif method == modelopt.QUANT_METHOD:
         checkpoint.variant = str(quantization.get("quant_algo") or "")
+    elif method == quark.QUANT_METHOD:
+        checkpoint.variant = dtypes_in(quantization)
     elif method == fp8.QUANT_METHOD:
         checkpoint.variant = "blocks" if quantization.get("weight_block_size") else ""
     elif method == "bitsandbytes":

@@ -32,6 +32,9 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     version = quantization.get("version", "gemm")
     if not isinstance(version, str) or version.lower() not in _VERSIONS:
         raise unsupported(f"{config_path}: AWQ's version is {version!r}; qgemm reads 'gemm'")
+    if "pack_method" in quantization and quantization.get("zero_point") is False:
+        # AMD Quark's symmetric values are signed there, which no reader of AWQ expects.
+        raise unsupported(f"{config_path}: it was written by Quark for AWQ, with zero_point false, in signed values")
     bits = number(quantization, ("bits", "w_bit"), config_path, default=4)
     size = number(quantization, ("group_size", "q_group_size"), config_path, default=-1)
     said = Said("AWQ", bits, size, quantization.get("zero_point", True) is not True, ("awq",))

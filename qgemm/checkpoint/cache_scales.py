@@ -16,8 +16,8 @@ from qgemm.checkpoint.tensors import split_name
 _LEAVES = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
 # The layers that compute keys and values, in older files of AutoFP8 and LLM Compressor.
 _OUTPUTS = tuple(f"{made}_proj.output_{leaf}" for made in "kv" for leaf in ("scale", "zero_point"))
-# Where configs ask for scales or a dtype for keys and values; the latter two are AutoRound's and ModelOpt's.
-_ASKED_FOR = ("kv_cache_scheme", "static_kv_dtype", "kv_cache_quant_algo")
+# Where configs ask for scales or a dtype for keys and values; AutoRound's, ModelOpt's and Quark's after the first.
+_ASKED_FOR = ("kv_cache_scheme", "static_kv_dtype", "kv_cache_quant_algo", "kv_cache_quant_config", "kv_cache_group")
 NOTE = (
     "its scales of keys and values are not used: they stay in the dtype of the cache (qgemm.fast_generate takes "
     "cache_dtype=torch.int8)"

@@ -22,7 +22,6 @@ from qgemm.checkpoint.compressed_tensors_groups import BLOCK, MXFP4, MXFP8, NVFP
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.float_layers import (
-    check_scale,
     for_each,
     note_float_scale,
     note_fp8,
@@ -31,14 +30,13 @@ from qgemm.checkpoint.float_layers import (
     note_mxfp8,
     note_nvfp4,
 )
+from qgemm.checkpoint.integer_layers import note_int8, note_shifted
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.checkpoint.signs import note_scaled, with_positive_scales
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.checkpoint.words import by_rows, select_columns, unpack_words
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, packed_width
-from qgemm.numerics.zero_points import correction
 
 LEAVES = (
     "weight",
@@ -184,7 +182,7 @@ def note_layer(contents: Contents, layer: Layer, group: Group) -> None:
     elif group.weights.kind == "float":
         note_fp8(contents, name, scheme)
     elif group.shifts_inputs:
-        _note_shifted(contents, layer)
+        note_shifted(contents, name)
     else:
         _note_integers(contents, layer, group)
     contents.manifest.layers[name] = scheme
@@ -249,11 +247,9 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
 
 def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
     """Int8 values; int4 weights use 16 of them."""
-    N, K = layer.tensors["weight"].shape
-    name, scale = layer.name, f"{layer.name}.weight_scale"
+    (N, K), name = layer.tensors["weight"].shape, layer.name
     if group.inputs is not None and group.weights.bits == 8:
-        names = f"{name}.weight", scale
-        note_scaled(contents, names, names, ((N, K), (N,)), lambda value: for_each(value.float(), N))
+        note_int8(contents, name)
         return
     note_float_scale(contents, name, N)
     if group.weights.bits == 4:
@@ -268,29 +264,6 @@ def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
         contents.shapes[name] = (N, K)
     if not group.weights.symmetric:
         _note_zero_point(contents, layer, group.weights.bits, N)
-
-
-def _note_shifted(contents: Contents, layer: Layer) -> None:
-    """Int8 values for inputs with a zero point; the bias subtracts what the zero point adds to the product."""
-    (N, K), name, bias = layer.tensors["weight"].shape, layer.name, f"{layer.name}.bias"
-    check_scale(contents, f"{name}.input_scale", FLOAT_DTYPES, {(), (1,)})
-    sources = [f"{name}.{leaf}" for leaf in ("weight", "weight_scale", "input_scale", "input_zero_point")]
-    if bias in contents.stored:
-        check_scale(contents, bias, FLOAT_DTYPES, {(N,)})
-        sources.append(bias)
-
-    def make(weight: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        scale, given = for_each(others[0].float(), N), others[3:]
-        input_scale, zero_point = others[1].float().reshape(()), others[2].reshape(())
-        weight, scale = with_positive_scales(weight, scale)
-        shift = correction(weight, scale, input_scale, zero_point)
-        return weight, scale, input_scale, zero_point, (given[0].double() - shift if given else -shift).float()
-
-    shapes: tuple[tuple[int, ...], ...] = ((N, K), (N,), (), (), (N,))
-    dtypes = INT8.storage, torch.float32, torch.float32, INT8.storage, torch.float32
-    from_files = [*sources[:4], bias if bias in contents.stored else sources[0]]
-    made = dict(zip([*sources[:4], bias], zip(from_files, shapes, dtypes, strict=True), strict=True))
-    contents.convert_together(sources, made, make)
 
 
 def _note_zero_point(contents: Contents, layer: Layer, bits: int, N: int) -> None:

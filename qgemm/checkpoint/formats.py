@@ -22,6 +22,7 @@ from qgemm.checkpoint import (
     hqq,
     mlx,
     modelopt,
+    quark,
     torchao,
 )
 from qgemm.checkpoint.contents import Contents
@@ -63,6 +64,7 @@ _READERS = {
     fp8.QUANT_METHOD: fp8.read,
     fp8.FBGEMM: fp8.read_fbgemm,
     modelopt.QUANT_METHOD: modelopt.read,
+    quark.QUANT_METHOD: quark.read,
     gpt_oss.QUANT_METHOD: gpt_oss.read,
     bitnet.QUANT_METHOD: bitnet.read,
 }
@@ -80,14 +82,15 @@ _MARKS = {
     "config_groups": compressed_tensors.QUANT_METHOD,
     "activation_scheme": fp8.QUANT_METHOD,
     "activation_scale_ub": fp8.FBGEMM,
+    "global_quant_config": quark.QUANT_METHOD,
 }
 # From compressed-tensors and AutoRound, and from GPTQModel, whose rotated models multiply activations, too.
 _TRANSFORMS = ("transform_config", "rotation_config", "spinquant_config", "hadamard_config", "rotation", "adapter")
 _NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.json is the one of this checkpoint"
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', "
-    "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8, int4), 'hqq' (4 and 8 bits), 'fp8', 'fbgemm_fp8', "
-    "'modelopt', 'mxfp4' (GPT-OSS), 'bitnet', and MLX's files"
+    "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8, int4), 'hqq' (axis 1), 'fp8', 'fbgemm_fp8', "
+    "'modelopt', 'quark', 'mxfp4' (GPT-OSS), 'bitnet', and MLX's files"
 )
 
 

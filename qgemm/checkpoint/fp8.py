@@ -11,7 +11,8 @@ Fused experts have the same tensors for each weight: in blocks, ``gate_up_proj``
 ``down_proj`` likewise.
 
 ``W = weight * scale``, whatever the scale is called. The size of blocks comes from the config, because the sizes of the
-weight and of its scales don't determine it. The files tell which layers are quantized.
+weight and of its scales don't determine it. If its ``activation_scheme`` is null, activations stay in float. The files
+tell which layers are quantized.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     block, scheme = quantization.get("weight_block_size"), quantization.get("activation_scheme", "dynamic")
     if block is not None and (not isinstance(block, list) or tuple(block) != _BLOCK):
         raise unsupported(f"{config_path}: weight_block_size is {block!r}; qgemm computes blocks of 128 x 128")
-    if scheme not in ("dynamic", "static"):
+    leaves_float = scheme is None and block is None  # as Quark writes weights alone
+    if scheme not in ("dynamic", "static") and not leaves_float:
         raise CheckpointError(f"{config_path}: activation_scheme is {scheme!r}; it must be 'dynamic' or 'static'")
     contents = Contents.of_files(stored)
     for layer, leaf in _find_layers(contents):
-        _note_layer(contents, layer, leaf, block is not None, scheme == "static", config_path)
+        if leaves_float:
+            note_fp8(contents, layer, resolve_scheme("fp8-weight"), leaf)
+        else:
+            _note_layer(contents, layer, leaf, block is not None, scheme == "static", config_path)
     for experts, leaf in _find_experts(contents):
         if block is None or scheme == "static":
             raise unsupported(

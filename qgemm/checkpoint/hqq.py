@@ -1,15 +1,18 @@
-"""Checkpoints of HQQ in safetensors files: weights of 4 and 8 bits, ``W = (q - zero) * scale`` with float zero points.
+"""Checkpoints of HQQ in safetensors files: weights of 1 to 8 bits, ``W = (q - zero) * scale`` with float zero points.
 
 In a layer ``[N, K]`` with groups of columns (axis 1), of which there are ``G`` in all rows together:
 
-- ``<layer>.W_q``: uint8 ``[G, group size]``, or in 4 bits half as many rows: the first half of the groups in the high
-  four bits, the second half in the low ones;
+- ``<layer>.W_q``: uint8 ``[G, group size]``, of 5 and 6 bits too. In 1, 2 and 4 bits it has a part of these rows: those
+  of the first part are in the highest bits, those of the last in the lowest ones. In 3 bits it is int32
+  ``[ceil(G / 10), group size]``, with ten parts, of which the last may be shorter;
 - ``<layer>.scale`` and ``<layer>.zero``: floats ``[G, 1]``, in the model's dtype;
 - ``<layer>.nbits``, ``group_size``, ``axis`` and ``shape``, ``[N, K]``: whole numbers, which say what the layer is; and
   others that follow from these.
 
 Stored as ``q - 8`` or ``q - 128``, a weight is ``q * scale + zero_point`` with ``zero_point = (8 - zero) * scale``, in
-float32.
+float32. Fewer than 4 bits become int4, 5 and 6 bits int8, and are stored as ``q``.
+
+Groups of rows (axis 0) give each column of a row a scale of its own, which no scheme has.
 """
 
 from __future__ import annotations
@@ -24,15 +27,20 @@ from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.packed_layers import READ_BITS, integers_scheme
+from qgemm.checkpoint.packed_layers import integers_scheme
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
 from qgemm.checkpoint.words import by_rows
 from qgemm.numerics.formats import INT8
+from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, packed_width
 
 QUANT_METHOD = "hqq"
 WEIGHT = "W_q"
+# By the number of bits, how many groups a row of ``W_q`` has: in its highest bits the first.
+_PARTS = {1: 8, 2: 4, 3: 10, 4: 2, 5: 1, 6: 1, 8: 1}
+# What is subtracted from stored values.
+_MIDDLES = {4: 8, 8: 128}
 _NUMBERS = ("nbits", "group_size", "axis", "shape")
 # Of the library's own use, or said by other tensors too.
 _OTHERS = ("packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero", "compute_dtype") + (
@@ -65,17 +73,18 @@ def _note(contents: Contents, layer: str, said: dict[str, list[int]]) -> None:
     weight, scale = contents.stored[names[0]], contents.stored.get(names[1])
     path = weight.path
     bits, axis, size, (N, K) = _sizes(layer, said, path)
-    if bits not in READ_BITS or axis != 1:
-        raise unsupported(f"{path}: {layer} has {bits} bits, axis {axis}; qgemm reads HQQ of 4 and 8 bits, axis 1")
+    if bits not in _PARTS or axis != 1:
+        raise unsupported(f"{path}: {layer} has {bits} bits, axis {axis}; qgemm reads HQQ of 1 to 6 and 8 bits, axis 1")
     groups = N * K // size
-    if weight.dtype != torch.uint8 or weight.shape != (groups * bits // 8, size):
-        raise unfit(path, names[0], weight, f"torch.uint8 {[groups * bits // 8, size]}, not viewed as floats")
+    dtype, rows = torch.int32 if bits == 3 else torch.uint8, cdiv(groups, _PARTS[bits])
+    if weight.dtype != dtype or weight.shape != (rows, size):
+        raise unfit(path, names[0], weight, f"{dtype} {[rows, size]}, not viewed as floats")
     for name in names[1:]:
         tensor = contents.stored.get(name)
         if tensor is None or tensor.dtype not in BIAS_DTYPES or tensor.shape != (groups, 1):
             raise unfit(path, name, tensor, f"of a float dtype, {[groups, 1]}")
     try:
-        scheme = integers_scheme(bits, None if size == K else size, symmetric=False, float_zeros=True)
+        scheme = integers_scheme(4 if bits <= 4 else 8, None if size == K else size, symmetric=False, float_zeros=True)
     except ValueError:
         raise unsupported(
             f"{path}: {layer} has groups of {size} columns; qgemm computes groups of any multiple of 16"
@@ -83,7 +92,7 @@ def _note(contents: Contents, layer: str, said: dict[str, list[int]]) -> None:
     assert scale is not None
     assert scale.dtype is not None
     shape = N, K // size
-    stored_as, width = (torch.uint8, packed_width(K)) if bits == 4 else (INT8.storage, K)
+    stored_as, width = (torch.uint8, packed_width(K)) if bits <= 4 else (INT8.storage, K)
     made = {
         f"{layer}.weight_scale": (names[1], shape, scale.dtype),
         f"{layer}.weight_zero_point": (names[2], shape, torch.float32),
@@ -109,14 +118,18 @@ def _sizes(layer: str, said: dict[str, list[int]], path: Path) -> tuple[int, int
 
 
 def _values(value: Tensor, bits: int, N: int, K: int) -> Tensor:
-    """The stored weight: ``q - 8`` packed, or ``q - 128``."""
-    if bits == 8:
-        return (value ^ 128).view(INT8.storage).reshape(N, K)
-    # The halves of the groups are those of the rows where N is even.
-    codes = torch.cat((value >> 4, value & 15)).view(N, K)
-    return by_rows(lambda rows: pack_codes(rows ^ 8), codes, K)
+    """The stored weight, packed if it has up to 4 bits."""
+    if bits > 4:
+        if bits < 8 and bool((value >> bits).any()):
+            raise ValueError(f"values go up to {int(value.max())}; those of {bits} bits go up to {(1 << bits) - 1}")
+        return (value ^ _MIDDLES.get(bits, 0)).view(INT8.storage).reshape(N, K)
+    # The parts of the groups are those of the rows where their number divides N.
+    last, mask = _PARTS[bits] - 1, (1 << bits) - 1
+    parts = [((value >> bits * (last - part)) & mask).to(torch.uint8) for part in range(last + 1)]
+    codes = torch.cat(parts).flatten()[: N * K].view(N, K)
+    return by_rows(lambda rows: pack_codes(rows ^ _MIDDLES.get(bits, 0)), codes, K)
 
 
 def _factors(scale: Tensor, zero: Tensor, bits: int, shape: tuple[int, int]) -> Sequence[Tensor]:
-    middle = 1 << (bits - 1)
-    return scale.reshape(shape), ((middle - zero.float()) * scale.float()).reshape(shape)
+    zero_point = (_MIDDLES.get(bits, 0) - zero.float()) * scale.float()
+    return scale.reshape(shape), zero_point.reshape(shape)

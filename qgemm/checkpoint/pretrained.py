@@ -209,7 +209,9 @@ _NEVER_NEGATIVE = re.compile(r"\b(num|n)_(\w+_)?(layers?|heads?|experts?|blocks?
 def _absurd_count(values: Any, name: str = "") -> str | None:
     """A number in ``values`` that is negative, or too large for what it counts or any use; None if there is none."""
     if isinstance(values, dict):
-        found = (_absurd_count(value, f"{name}.{key}" if name else key) for key, value in values.items())
+        # What is said about quantization builds no model.
+        own = ((key, value) for key, value in values.items() if key not in SETTINGS_KEYS)
+        found = (_absurd_count(value, f"{name}.{key}" if name else key) for key, value in own)
     elif isinstance(values, list):
         found = (_absurd_count(value, name) for value in values)
     else:

@@ -23,6 +23,7 @@ from qgemm.checkpoint import (
     hqq,
     mlx,
     modelopt,
+    quark,
     torchao,
 )
 from qgemm.checkpoint.bitsandbytes_4bit import STATE
@@ -69,6 +70,9 @@ def contradicts(method: str, found: Recognized) -> bool:
     if method in (auto_round.QUANT_METHOD, auto_round.OLD_METHOD):
         # It also has other layouts, for data types that its own config names.
         return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD, fp8.QUANT_METHOD) and not found.unsaid
+    if method == quark.QUANT_METHOD:
+        # Its nvfp4 has ModelOpt's tensors.
+        return found.format not in (quark.QUANT_METHOD, modelopt.QUANT_METHOD) and not found.unsaid
     may_look_so = bool(found.unsaid) and method in _ALIKE.get(found.format, ())
     return found.format != method and not may_look_so
 
@@ -97,6 +101,8 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
         return Recognized(gpt_oss.QUANT_METHOD)
     if "weight_scale_2" in leaves:
         return Recognized(modelopt.QUANT_METHOD)
+    if any(_is_of_quark(name, stored) for name in stored):
+        return Recognized(quark.QUANT_METHOD, unsaid="whether values are signed, and in which order they are packed")
     dtypes = {tensor.dtype for tensor in stored.values()}
     if dtypes & set(FP8_DTYPES):
         return _fp8(stored, leaves)
@@ -112,6 +118,11 @@ def _is_of_mlx(name: str, stored: Mapping[str, StoredTensor]) -> bool:
     layer, leaf = split_name(name)
     # A dtype that no other format uses. No config names this one.
     return leaf == "weight" and stored[name].dtype == mlx.WORD and f"{layer}.scales" in stored
+
+
+def _is_of_quark(name: str, stored: Mapping[str, StoredTensor]) -> bool:
+    layer, leaf = split_name(name)
+    return leaf == "weight" and stored[name].dtype == torch.int32 and f"{layer}.weight_scale" in stored
 
 
 def _fp8(stored: Mapping[str, StoredTensor], leaves: set[str]) -> Recognized:

@@ -1,7 +1,7 @@
-"""Good checkpoints of GPTQ, AWQ, AutoRound, BitNet, bitsandbytes' nf4, MLX and torchao for the fuzzer, and breaks.
+"""Good checkpoints of GPTQ, AWQ, AutoRound, BitNet, bitsandbytes' nf4, HQQ, MLX, Quark and torchao.
 
-What a loaded layer must be is computed here from the files by the formats' descriptions: the float weight that its
-values stand for.
+What can be wrong with them is here, too. What a loaded layer must be is computed from the files by the formats'
+descriptions: the float weight that its values stand for.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from checkpoint.fuzz_breaks import Break
+from checkpoint.fuzz_hqq import check_hqq, layers_of_hqq
 from checkpoint.fuzz_json import NUMBERS, OTHERS, Unfit, content_of, dump, pick
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, load_saved
+from checkpoint.fuzz_quark import QUARK, break_steps, check_quark, layers_of_quark
 from checkpoint.mlx_layers import affine, small_floats, weight_of
 from checkpoint.packers import Layer
 from qgemm.checkpoint import load_quantized
@@ -68,6 +70,8 @@ def make_packed(folder: Path, breaks: list[Break]) -> list[Good]:
         ("bitnet", [_ternary(seed) for seed in range(3)], {"quant_method": "bitnet"}, check_bitnet),
         ("mlx", [affine(4, 32, WIDTH, WIDTH), affine(6, 64, WIDTH, WIDTH), small_floats("mxfp4", WIDTH, WIDTH)])
         + (_OF_MLX, check_mlx),
+        ("hqq", layers_of_hqq(WIDTH), {"quant_method": "hqq"}, check_hqq),
+        ("quark", layers_of_quark(WIDTH), QUARK, check_quark),
     ]
     made = []
     for name, layers, config, check in written:
@@ -332,12 +336,19 @@ _PACKED = (
     "quant_map",
     "nested_absmax",
     "nested_quant_map",
-) + (
     "bitsandbytes__nf4",
     "bitsandbytes__fp4",
     "_weight_qdata",
     "_weight_scale",
     "_weight_zero_point",
+    "weight_zero_point",
+    "input_zero_point",
+    "W_q",
+    "scale",
+    "zero",
+    "nbits",
+    "group_size",
+    "shape",
 )
 
 
@@ -354,6 +365,7 @@ def break_part(rng: random.Random, files: Files) -> None:
         dtypes = [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32]
         tensors[name] = value.to(rng.choice([*dtypes, torch.float64, torch.bool]))
     elif what == 1:
+        value = value.reshape(1) if value.ndim == 0 else value
         shapes = [value.flatten(), value[:1], value[:-1], value[None], torch.cat([value, value]), value.t()[:0]]
         tensors[name] = rng.choice([*shapes, value.t() if value.ndim == 2 else value.reshape(-1, 1)])
     elif what == 2:
@@ -456,4 +468,4 @@ def break_fields(rng: random.Random, files: Files) -> None:
     files[name] = dump(config).encode("utf-8", "surrogatepass")
 
 
-OWN_BREAKS: list[Break] = [break_part, break_part, break_state, break_fields]
+OWN_BREAKS: list[Break] = [break_part, break_part, break_state, break_fields, break_steps]

@@ -68,6 +68,11 @@ def test_groups_in_an_order_of_their_own(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gemv": ({"version": "gemv"}, {}, r"AWQ's version is 'gemv'; qgemm reads 'gemm', so dequantize it"),
     "gemv_fast": ({"version": "gemv_fast"}, {}, r"version is 'gemv_fast'"),
+    "signed": (
+        {"pack_method": "reorder", "zero_point": False},
+        {},
+        "it was written by Quark for AWQ, with zero_point f",
+    ),
     "a number": ({"version": 4}, {}, r"version is 4"),
     "laid out as gemv": ({}, {"qweight": (16, 8)}, r"a.qweight is torch.int32 \[16, 8\]; it must be \[K, 16 / 8\]"),
     "laid out as gptq": ({}, {"qweight": (8, 16)}, r"no quantization_config of GPTQ, and no symmetric layers tell"),

@@ -231,8 +231,8 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no groups": (whole(config_groups={}), r"config_groups must be"),
     "preset": (whole(config_groups={"W8A8": ["Linear"]}), r"config_groups.W8A8 must be an object"),
     "another library": (
-        whole(quant_method="quark"),
-        r"quant_method is 'quark'; the formats supported are 'qgemm', 'compressed-tensors', .*'bitsandbytes'",
+        whole(quant_method="vptq"),
+        r"quant_method is 'vptq'; the formats supported are 'qgemm', 'compressed-tensors', .*'bitsandbytes'",
     ),
     "no name": (whole(quant_method=["awq"]), r"quant_method is \['awq'\]; the formats supported"),
 }

@@ -46,6 +46,7 @@ def test_samples(name: str) -> None:
 
 TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+ALONE = {"quant_method": "fp8", "activation_scheme": None, "kv_cache_scheme": None}  # of Quark
 
 
 def layer_with(N: int = 576, K: int = 192, **others: Tensor) -> dict[str, Tensor]:
@@ -80,6 +81,7 @@ def test_short_last_blocks(leaf: str, dtype: torch.dtype, tmp_path: Path) -> Non
         ({"weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(0.25)}, STATIC, "fp8-static"),
         ({"weight_scale_inv": torch.tensor(0.5), "activation_scale": torch.tensor([0.25])}, STATIC, "fp8-static"),
         ({"weight_scale": torch.full((576, 1), 0.5, dtype=torch.bfloat16)}, FBGEMM, "fp8"),
+        ({"weight_scale": torch.tensor(0.5, dtype=torch.bfloat16)}, ALONE, "fp8-weight"),
     ],
 )
 def test_one_scale_for_a_tensor_or_a_channel(
@@ -113,6 +115,7 @@ GRID = {"weight_scale_inv": torch.ones(5, 2)}
         ({"weight_scale_inv": torch.ones(6, 2)}, BLOCKS, r"0.weight_scale_inv is .* \[6, 2\]; it must be .* \[5, 2\]"),
         (GRID, TENSOR, r"0.weight_scale_inv is torch.float32 \[5, 2\]; it must be"),
         (GRID, {**BLOCKS, "fmt": "e5m2"}, "fmt is 'e5m2'; qgemm reads fp8 in e4m3, so dequantize it"),
+        (GRID, {**BLOCKS, "activation_scheme": None}, "activation_scheme is None; it must be 'dynamic' or 'static'"),
         (GRID, {**BLOCKS, "activation_scheme": "none"}, "activation_scheme is 'none'; it must be"),
         (
             GRID,

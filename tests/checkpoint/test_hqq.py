@@ -32,14 +32,22 @@ def test_samples(name: str) -> None:
     assert logit_error(name) < 1e-6
 
 
+PARTS = {1: 8, 2: 4, 3: 10, 4: 2}
+
+
 def stored(bits: int, N: int, K: int, size: int, **changes: Any) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of a layer ``a``, and its weight."""
     torch.manual_seed(0)
     groups = torch.randint(0, 1 << bits, (N * K // size, size), dtype=torch.uint8)
     scale, zero = (torch.rand(len(groups), 1).half() * each for each in (0.1, 2.0**bits))
     weight = ((groups - zero.double()) * scale.double()).view(N, K)
-    half = len(groups) // 2
-    packed = groups if bits == 8 else groups[:half] << 4 | groups[half:]
+    packed = groups
+    if bits <= 4:  # parts of the groups, the first in the highest bits
+        count = PARTS[bits]
+        rows = -(-len(groups) // count)
+        padded = torch.cat((groups.int(), torch.zeros(count * rows - len(groups), size, dtype=torch.int32)))
+        packed = sum(part << bits * (count - 1 - i) for i, part in enumerate(padded.split(rows)))
+        packed = packed if bits == 3 else packed.to(torch.uint8)
     said = {"nbits": bits, "group_size": size, "axis": 1, "shape": [N, K], "view_as_float": 0, **changes}
     numbers = {name: torch.tensor(value) for name, value in said.items() if value is not None}
     tensors = {"W_q": packed, "scale": scale, "zero": zero, **numbers}
@@ -61,6 +69,12 @@ def load(folder: Path, tensors: dict[str, Tensor], N: int, K: int, method: str |
         (4, 4, 48, 48, "int4-channel-float-zeros"),
         (8, 5, 96, 32, "int8-weight-32-float-zeros"),
         (8, 3, 20, 20, "int8-weight-float-zeros"),
+        (1, 8, 64, 32, "int4-32-float-zeros"),
+        (2, 6, 96, 32, "int4-32-float-zeros"),  # parts end within a row
+        (3, 7, 96, 32, "int4-32-float-zeros"),  # 21 groups: the last part has fewer
+        (3, 5, 128, 64, "int4-64-float-zeros"),  # ten
+        (5, 5, 96, 32, "int8-weight-32-float-zeros"),
+        (6, 4, 64, 64, "int8-weight-float-zeros"),
     ],
 )
 def test_layouts(bits: int, N: int, K: int, size: int, scheme: str, tmp_path: Path) -> None:
@@ -78,8 +92,11 @@ def changed(bits: int = 4, **changes: Any) -> dict[str, Tensor]:
 
 GOOD = changed()
 REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
-    "other bits": (changed(nbits=3), r"a has 3 bits, axis 1; qgemm reads HQQ of 4 and 8 bits, axis 1, so dequantize"),
-    "groups of rows": (changed(axis=0), r"a has 4 bits, axis 0; qgemm reads HQQ of 4 and 8 bits, axis 1"),
+    "other bits": (
+        changed(nbits=7),
+        r"a has 7 bits, axis 1; qgemm reads HQQ of 1 to 6 and 8 bits, axis 1, so dequantize",
+    ),
+    "groups of rows": (changed(axis=0), r"a has 4 bits, axis 0; qgemm reads HQQ of 1 to 6 and 8 bits, axis 1"),
     "groups of 8": (stored(4, 4, 64, 8)[0], r"a has groups of 8 columns; qgemm computes groups of any multiple of 16"),
     "as floats": ({**GOOD, "a.W_q": GOOD["a.W_q"].view(torch.float16)}, r"a.W_q is torch.float16 .* not viewed as fl"),
     "no scale": ({k: v for k, v in GOOD.items() if k != "a.scale"}, r"a.scale is missing"),
@@ -89,6 +106,8 @@ REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
     "a broken group": (changed(group_size=48), r"a has the shape \[4, 64\], in groups of 48 columns"),
     "no shape": (changed(shape=[4]), r"a.shape is \[4\], which doesn't say"),
     "float bits": (changed(nbits=4.0), r"a.nbits is torch.float32 \[\]; it must be a whole number"),
+    "too large": (stored(8, 4, 64, 32, nbits=6)[0], r"a.W_q: values go up to \d+; those of 6 bits go up to 63"),
+    "words": (changed(nbits=3), r"a.W_q is torch.uint8 \[4, 32\]; it must be torch.int32 \[1, 32\]"),
     "another shape": (changed(shape=[8, 64]), r"a.W_q is torch.uint8 \[4, 32\]; it must be torch.uint8 \[8, 32\]"),
 }
 

@@ -59,9 +59,10 @@ def round_activations(layer: QuantLayer, linear: nn.Linear, errors: list[float])
         parts = []
         for part in args[0].split(activation.group_size or linear.in_features, dim=-1):
             scale = part.abs().amax(-1, keepdim=True) / largest if activation.dynamic else layer.input_scale
-            values = (part / scale).clamp(-largest, largest)
+            zero = 0 if activation.symmetric else int(layer.input_zero_point)
+            values = (part / scale + zero).clamp(-largest - (not activation.symmetric), largest)
             codes = values.round() if activation.dtype == "int8" else values.to(torch.float8_e4m3fn).float()
-            parts.append(codes * scale)
+            parts.append((codes - zero) * scale)
         rounded = torch.cat(parts, dim=-1)
         errors.append(largest_error(layer(args[0]), nn.functional.linear(rounded, linear.weight, linear.bias)))
         return rounded

@@ -55,6 +55,9 @@ REFUSED = {
         "mlx-mixed": "int4-64-float-zeros",
         "mxfp4-gpt-oss": "mxfp4",
         "nvfp4-modelopt": "nvfp4",
+        "quark-fp8-kv": "fp8-static",
+        "quark-int8-asym": "int8-static-asymmetric",
+        "quark-mixed": "fp8-weight",
         "torchao-fp8wo": "fp8-weight",
         "torchao-int4": "int4-32-float-zeros",
     },
@@ -114,7 +117,7 @@ def test_into_every_format(name: str, to: str, tmp_path: Path) -> None:
 # and a value between two of fp8 may become the other.
 COARSE = {"ct-w4a8-int": 0.05, "ct-w4a8-int-packed": 0.05, "fp8-tensor-static": 0.001}
 # The library makes these bfloat16, whatever the dtype of the model.
-BFLOAT16 = {"ct-mxfp4a16", "ct-mxfp8", "ct-nvfp4", "ct-nvfp4a16", "nvfp4-modelopt"}
+BFLOAT16 = {"ct-mxfp4a16", "ct-mxfp8", "ct-nvfp4", "ct-nvfp4a16", "nvfp4-modelopt", "quark-mixed"}
 
 
 @needs_the_library
