@@ -29,7 +29,9 @@ from qgemm.integrations.transformers.tensor_parallel import cut_layers, go_by, i
 from qgemm.model.offloading import carry_hooks, is_offloaded
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import close_attention
+from qgemm.nn.carry_over import share_hooks
 from qgemm.nn.float_experts import describe_experts
+from qgemm.nn.linear_layer import is_conv1d
 from qgemm.nn.quant_layer import float_dtype
 from qgemm.quantize import quantize
 
@@ -186,15 +188,16 @@ class QGemmQuantizer(HfQuantizer):
                 f"{offloaded[0]} is offloaded, and only layers in memory can be dequantized: call "
                 "accelerate.hooks.remove_hook_from_submodules(model) first, which loads what is offloaded"
             )
-        plain = built_again(model)
+        of_model = dict(built_again(model).named_modules(remove_duplicate=False))
         made: dict[nn.Module, nn.Module] = {}
         for name, layer in layers.items():
             if layer not in made:
                 if isinstance(layer, LinearLayer):
-                    made[layer] = layer.dequantize(wanted)
+                    made[layer] = _float_linear(of_model.get(name.removesuffix(".base_layer")), layer, wanted)
                 else:
                     assert isinstance(layer, QuantExperts)
-                    made[layer] = _float_experts(plain.get_submodule(name), layer, wanted)
+                    made[layer] = _float_experts(of_model[name], layer, wanted)
+                share_hooks(layer, made[layer])
                 carry_hooks(layer, made[layer])
             model.set_submodule(name, made[layer])
         close_attention(model)
@@ -249,6 +252,15 @@ def _copy_config(model: PreTrainedModel) -> None:
         for key, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
                 vars(module)[key] = copies.get(id(value), value)
+
+
+def _float_linear(module: nn.Module | None, quantized: LinearLayer, dtype: torch.dtype | None) -> nn.Module:
+    """An ``nn.Linear``, or a ``Conv1D``, if ``module`` is one: the layer of the float model, on meta."""
+    linear = quantized.dequantize(dtype)
+    if module is None or not is_conv1d(module):
+        return linear
+    module.weight, module.bias = nn.Parameter(linear.weight.detach().t().contiguous()), linear.bias
+    return module.train(quantized.training)
 
 
 def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtype | None) -> nn.Module:
