@@ -9,8 +9,10 @@ Two versions of transformers are meant: the oldest that qgemm takes, and the new
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +239,20 @@ def test_dequantize(llama_folder: Path, tmp_path: Path) -> None:
     again = load(tmp_path / "float")
     assert not hasattr(again.config, "quantization_config")
     assert torch.equal(again.model.layers[0].mlp.up_proj.weight, expected)
+
+
+def test_nothing_is_left_of_a_dequantized_model(llama_folder: Path) -> None:
+    model = qgemm.fuse(load_int8(llama_folder))
+    layer = weakref.ref(model.model.layers[0].mlp.up_proj)
+    model.dequantize()
+    gc.collect()
+    assert layer() is None, "a fused layer keeps it"
+    with pytest.raises(ValueError, match="holds no quantized layer"):
+        qgemm.report(model)
+    with pytest.raises(ValueError, match="wasn't fused"):
+        qgemm.fusion_report(model)
+    qgemm.quantize_model(model.model.layers[0], "int4")
+    assert {record.action for record in qgemm.report(model).records} == {"int4"}
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from qgemm.checkpoint.disk import check_regular, reading
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import built_again
 from qgemm.checkpoint.requantize import convert_layers
-from qgemm.fusion import fuse
+from qgemm.fusion import fuse, unfuse
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.foreign import ForeignLoad, is_foreign
 from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_quantizing
@@ -27,6 +27,7 @@ from qgemm.integrations.transformers.renaming import check_files
 from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
 from qgemm.integrations.transformers.tensor_parallel import cut_layers, go_by, is_cut
 from qgemm.model.offloading import carry_hooks, is_offloaded
+from qgemm.model.report import drop_reports
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import close_attention
 from qgemm.nn.carry_over import share_hooks
@@ -188,6 +189,7 @@ class QGemmQuantizer(HfQuantizer):
                 f"{offloaded[0]} is offloaded, and only layers in memory can be dequantized: call "
                 "accelerate.hooks.remove_hook_from_submodules(model) first, which loads what is offloaded"
             )
+        unfuse(model)  # fused layers would keep the quantized ones
         of_model = dict(built_again(model).named_modules(remove_duplicate=False))
         made: dict[nn.Module, nn.Module] = {}
         for name, layer in layers.items():
@@ -201,6 +203,7 @@ class QGemmQuantizer(HfQuantizer):
                 carry_hooks(layer, made[layer])
             model.set_submodule(name, made[layer])
         close_attention(model)
+        drop_reports(model)
         return model
 
 
@@ -213,7 +216,7 @@ def _convert(model: PreTrainedModel, config: QGemmConfig) -> bool:
     scheme = config.one_scheme()
     if scheme is None or not convert_layers(model, scheme, is_cut(model)):
         return False
-    vars(model).pop("_qgemm_report", None)  # it describes the former schemes
+    drop_reports(model)  # they describe the former schemes
     return True
 
 
