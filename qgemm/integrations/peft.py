@@ -14,7 +14,7 @@ import functools
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, LoraModel
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear
 from peft.tuners.lora.variants import ALoraLinearVariant, DoraLinearVariant
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from qgemm.integrations.peft_targets import refusal_of_experts, register_targets
 from qgemm.nn import LinearLayer, QuantExperts
+from qgemm.nn.linear_layer import is_conv1d
 
 if not hasattr(Linear, "lora_variants"):  # earlier versions don't ask which variants a layer supports
     raise ImportError('LoRA over quantized layers needs PEFT 0.20 or later: pip install "peft>=0.20"')
@@ -37,6 +38,7 @@ class _DoraQuantLinear(DoraLinearLayer):
         super().update_layer(base_layer=_in_float(base_layer), **kwargs)
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, base_result: Tensor | None = None, **kwargs: Any) -> Tensor:
+        self.fan_in_fan_out = is_conv1d(base_layer)
         if base_result is None:  # with dropout: PEFT's product would keep the float weight for the backward
             base_result = base_layer(x)
         added: Tensor = super().forward(x, base_layer=_in_float(base_layer), base_result=base_result, **kwargs)
@@ -78,8 +80,15 @@ class LoraQuantLinear(Linear):
                 "put adapters on a model that is loaded without distributed_config"
             )
         super().__init__(base_layer, adapter_name, config, **kwargs)
-        # True would mean that the weight is [in_features, out_features], as in a Conv1D; here it never is.
-        self.fan_in_fan_out = False
+
+    @property
+    def fan_in_fan_out(self) -> bool:
+        """Whether the weight is ``[in_features, out_features]``: that of a Conv1D, once the model is dequantized."""
+        return is_conv1d(self.get_base_layer())
+
+    @fan_in_fan_out.setter
+    def fan_in_fan_out(self, value: bool) -> None:
+        """PEFT sets what the config says of the float model."""
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features  # type: ignore[return-value]
@@ -116,12 +125,19 @@ class LoraQuantLinear(Linear):
 
         The sum of a quantized weight and the adapter would have to be rounded again.
         """
+        self.check_merges()
+        magnitude: Any  # DoRA's
+        for magnitude in self.lora_magnitude_vector.values():
+            magnitude.fan_in_fan_out = self.fan_in_fan_out
+        super().merge(safe_merge, adapter_names)
+
+    def check_merges(self) -> None:
+        """Raises ``NotImplementedError`` if the weight is quantized."""
         if isinstance(self.get_base_layer(), LinearLayer):
             raise NotImplementedError(
                 "an adapter can't be merged into a quantized weight without rounding the sum again: keep it separate, "
                 "or call model.dequantize(), merge it into the float model, and quantize the result"
             )
-        super().merge(safe_merge, adapter_names)
 
     def unmerge(self) -> None:
         """As ``merge``."""
@@ -149,6 +165,18 @@ def _register() -> None:
         self._register_custom_module({LinearLayer: LoraQuantLinear, QuantExperts: _NoneOnExperts})
 
     LoraConfig.__post_init__ = finish_and_register  # type: ignore[method-assign]
+    check = LoraModel._check_merge_allowed
+    check = getattr(check, "__wrapped__", check)
+
+    @functools.wraps(check)
+    def check_every_layer(self: LoraModel) -> None:
+        # Otherwise PEFT would have merged some layers in float when one refuses.
+        check(self)
+        for layer in self.modules():
+            if isinstance(layer, LoraQuantLinear):
+                layer.check_merges()
+
+    LoraModel._check_merge_allowed = check_every_layer  # type: ignore[method-assign]
 
 
 _register()

@@ -179,9 +179,9 @@ def report(model: nn.Module) -> QuantReport:
     """
     check_model(model)
     stored = getattr(model, "_qgemm_report", None)
-    if isinstance(stored, QuantReport):
-        return stored
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+    if isinstance(stored, QuantReport) and (layers or not stored.quantized):  # otherwise it is float again
+        return stored
     if not layers:
         raise ValueError(
             f"{type(model).__name__} holds no quantized layer: call quantize_model or load_quantized first"
@@ -204,6 +204,12 @@ def give_report(
         every.append(replace(record, note="; ".join(filter(None, notes))))
     model._qgemm_report = QuantReport(tuple(every), recipe)  # type: ignore[assignment]
     _warn_of_coverage(plan.layers)
+
+
+def drop_reports(model: nn.Module) -> None:
+    """Removes what ``give_report`` stored for ``model`` and parts of it: what it says isn't true any more."""
+    for module in model.modules():
+        vars(module).pop("_qgemm_report", None)
 
 
 def kept_record(layer: Layer) -> LayerRecord:

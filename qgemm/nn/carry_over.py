@@ -43,14 +43,19 @@ def carry_over(module: nn.Module, quantized: QuantLayer) -> None:
 
     They are shared, not copied.
     """
-    for hooks in _HOOKS:
-        # The dictionary itself, because a handle looks there to remove its hook.
-        vars(quantized)[hooks] = vars(module)[hooks]
+    share_hooks(module, quantized)
     if isinstance(quantized, KINDS):
         vars(quantized).update(_attributes(module))
         quantized._modules.update(module._modules)
         quantized._buffers.update(module._buffers)
         quantized._non_persistent_buffers_set |= module._non_persistent_buffers_set
+
+
+def share_hooks(module: nn.Module, other: nn.Module) -> None:
+    """Gives ``other`` the hooks of ``module``, whose place it takes."""
+    for hooks in _HOOKS:
+        # The dictionary itself, because a handle looks there to remove its hook.
+        vars(other)[hooks] = vars(module)[hooks]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

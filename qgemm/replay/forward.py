@@ -27,6 +27,7 @@ from qgemm.warn import warn_user
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_REPLICATE = "_replicate_for_data_parallel"  # nn.DataParallel's method of a module
 _STATEFUL = "_diffusers_hook"  # the attribute of a module for its hooks: caches of steps, offloading by groups
 MAX_GRAPHS = 64
 MAX_CHANGES = 4
@@ -63,8 +64,11 @@ def fast_forward(model: Model, enabled: bool = True, *, max_graphs: int = MAX_GR
             del attributes["forward"]
             if forward.former is not None:
                 attributes["forward"] = forward.former
+        if getattr(attributes.get(_REPLICATE), "__self__", None) is forward:
+            del attributes[_REPLICATE]
     if enabled:
-        attributes["forward"] = GraphedForward(model, attributes.get("forward"), max_graphs)
+        forward = attributes["forward"] = GraphedForward(model, attributes.get("forward"), max_graphs)
+        attributes.setdefault(_REPLICATE, forward.replicate)  # that of a fused module leaves out any forward
     return model
 
 
@@ -149,6 +153,18 @@ class GraphedForward:
         finally:
             self._running.release()
 
+    def replicate(self) -> nn.Module:
+        """For ``nn.DataParallel``: a replica of the model on another GPU, whose calls run without graphs."""
+        model: Any = self._model()
+        replica: nn.Module = type(model)._replicate_for_data_parallel(model)
+        attributes = vars(replica)
+        del attributes[_REPLICATE]
+        if attributes.get("forward") is self:
+            del attributes["forward"]
+            if self.former is not None:
+                attributes["forward"] = self.former
+        return replica
+
     def end(self) -> None:
         """Ends all graphs. From now on calls run without any."""
         self.unfit = "they were turned off"
@@ -180,6 +196,11 @@ class GraphedForward:
         if self.former is not None:
             return self.former(*args, **kwargs)
         model: Any = self._model()
+        if model is None:
+            raise RuntimeError(
+                "this model is a shallow copy (copy.copy) of one that is gone, with its fast_forward: call "
+                "qgemm.fast_forward(model) on the copy"
+            )
         return type(model).forward(model, *args, **kwargs)
 
     def _run_graph(self, args: Any, kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from processes import run_code
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.pytorch_utils import Conv1D
 
 import qgemm
 from integrations.folders import IDS, in_two, load_int8, second_of_two
@@ -270,17 +271,25 @@ def test_dora_subtracts_the_bias_of_the_float_layer() -> None:
     torch.testing.assert_close(ours(x), theirs(x), rtol=0.05, atol=0.05)
 
 
-def test_dora_is_saved_and_merged_as_in_float(tmp_path: Path) -> None:
-    # GPT-2's layers have biases, and configs for it say fan_in_fan_out.
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_gpt2s_adapter_is_saved_and_merged_as_in_float(is_dora: bool, tmp_path: Path) -> None:
+    # GPT-2's layers have biases, and configs for it say fan_in_fan_out: float ones are a Conv1D.
     example = FAMILIES["gpt2"]()
-    config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True, task_type="CAUSAL_LM")
+    config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, use_dora=is_dora, task_type="CAUSAL_LM")
     model: Any = fill(get_peft_model(qgemm.quantize_model(example.model, "int4"), config))
     before = logits(model)
     model.save_pretrained(tmp_path)
     base: Any = qgemm.quantize_model(FAMILIES["gpt2"]().model, "int4")
     assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path)), before)
     model.dequantize()
-    torch.testing.assert_close(logits(model.merge_and_unload(safe_merge=True)), before, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    merged = model.merge_and_unload(safe_merge=True)
+    assert type(merged.transformer.h[0].attn.c_attn) is Conv1D
+    torch.testing.assert_close(logits(merged), before, rtol=1e-4, atol=1e-4)
 
 
 def refuse(name: str, message: str, **settings: Any) -> Any:
@@ -333,10 +342,12 @@ def test_layers_that_are_split_are_refused_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_merging_is_refused(merge: Callable[[Any], object]) -> None:
-    model = fill(get_peft_model(quantized_llama(), lora()))
-    before = logits(model)
+    base: Any = qgemm.quantize_model(FAMILIES["llama"]().model, skip="model.layers.0")
+    model: Any = fill(get_peft_model(base, lora()))
+    before, weight = logits(model), base.model.layers[0].self_attn.q_proj.weight.clone()
     with pytest.raises(NotImplementedError, match=r"merged"):
         merge(model)
+    assert torch.equal(base.model.layers[0].self_attn.q_proj.weight, weight)  # no layer in float was merged, either
     assert torch.equal(logits(model), before)
 
 

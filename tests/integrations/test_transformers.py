@@ -9,8 +9,10 @@ Two versions of transformers are meant: the oldest that qgemm takes, and the new
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -224,13 +226,50 @@ def test_model_inside_of_another_module(llama_folder: Path, tmp_path: Path) -> N
 
 def test_dequantize(llama_folder: Path, tmp_path: Path) -> None:
     model = load_int8(llama_folder)
-    expected = model.model.layers[0].mlp.up_proj.dequantize().weight
+    layer, calls = model.model.layers[0].mlp.up_proj, []
+    expected = layer.dequantize().weight
+    handle = layer.register_forward_hook(lambda *args: calls.append(args))
     model.dequantize()
     assert not quantized_names(model)
+    model(IDS)
+    handle.remove()
+    model(IDS)
+    assert len(calls) == 1
     model.save_pretrained(tmp_path / "float")
     again = load(tmp_path / "float")
     assert not hasattr(again.config, "quantization_config")
     assert torch.equal(again.model.layers[0].mlp.up_proj.weight, expected)
+
+
+def test_nothing_is_left_of_a_dequantized_model(llama_folder: Path) -> None:
+    model = qgemm.fuse(load_int8(llama_folder))
+    layer = weakref.ref(model.model.layers[0].mlp.up_proj)
+    model.dequantize()
+    gc.collect()
+    assert layer() is None, "a fused layer keeps it"
+    with pytest.raises(ValueError, match="holds no quantized layer"):
+        qgemm.report(model)
+    with pytest.raises(ValueError, match="wasn't fused"):
+        qgemm.fusion_report(model)
+    qgemm.quantize_model(model.model.layers[0], "int4")
+    assert {record.action for record in qgemm.report(model).records} == {"int4"}
+
+
+@torch.no_grad()
+def test_a_dequantized_conv1d_is_one_again(tmp_path: Path) -> None:
+    example = FAMILIES["gpt2"]()
+    kinds = {name: type(module) for name, module in example.model.named_modules()}
+    model: Any = qgemm.quantize_model(example.model, "int4")
+    layer = model.transformer.h[0].attn.c_attn
+    expected = layer.dequantize()
+    model.dequantize()
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    c_attn = model.transformer.h[0].attn.c_attn
+    assert torch.equal(c_attn.weight, expected.weight.t())
+    assert torch.equal(c_attn.bias, expected.bias)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize("cast", [None, torch.float32, torch.float16])

@@ -163,6 +163,13 @@ def test_report_of_layers_without_biases() -> None:
     assert report(layers[0]).bytes_before == 4 * 256
 
 
+def test_report_of_a_model_that_is_float_again() -> None:
+    model = quantize_model(nn.Sequential(nn.Linear(16, 8)))
+    model[0] = model[0].dequantize()
+    with pytest.raises(ValueError, match="holds no quantized layer"):
+        report(model)
+
+
 def test_report_of_a_float_model() -> None:
     with pytest.raises(ValueError, match="Sequential holds no quantized layer"):
         report(nn.Sequential(nn.Linear(4, 4)))

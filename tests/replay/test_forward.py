@@ -379,6 +379,34 @@ def test_copies_have_their_own(graphs: list[Any], scaled: Scaled, device: torch.
     assert len(graphs) == 3
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_replica_runs_its_own_parameters(is_read: bool, scaled: Scaled, device: torch.device) -> None:
+    # As nn.DataParallel makes it for each GPU.
+    x = inputs(3, device)
+    expected = scaled(x)["y"]
+    qgemm.fast_forward(scaled)
+    model = pickle.loads(pickle.dumps(scaled)) if is_read else scaled
+    replica = model._replicate_for_data_parallel()
+    replica._modules = {"layer": copy.deepcopy(model.layer)}
+    model.layer.weight.zero_()
+    assert torch.equal(replica(x)["y"], expected)
+    assert not torch.equal(model(x)["y"], expected)
+    qgemm.fast_forward(model, False)
+    assert not {"forward", "_replicate_for_data_parallel"} & set(vars(model))
+
+
+def test_a_shallow_copy_that_outlives_the_model_says_what_to_do(scaled: Scaled, device: torch.device) -> None:
+    x = inputs(3, device)
+    model = copy.deepcopy(scaled)
+    other = copy.copy(qgemm.fast_forward(model))
+    assert torch.equal(other(x)["y"], scaled(x)["y"])
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"copy\.copy.*fast_forward\(model\) on the copy"):
+        other(x)
+    assert torch.equal(qgemm.fast_forward(other)(x)["y"], scaled(x)["y"])
+
+
 def test_the_signature_stays(scaled: Scaled) -> None:
     before = inspect.signature(scaled.forward)
     assert inspect.signature(qgemm.fast_forward(scaled).forward) == before

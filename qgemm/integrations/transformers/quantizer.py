@@ -18,7 +18,7 @@ from qgemm.checkpoint.disk import check_regular, reading
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import built_again
 from qgemm.checkpoint.requantize import convert_layers
-from qgemm.fusion import fuse
+from qgemm.fusion import fuse, unfuse
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.foreign import ForeignLoad, is_foreign
 from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_quantizing
@@ -27,9 +27,12 @@ from qgemm.integrations.transformers.renaming import check_files
 from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
 from qgemm.integrations.transformers.tensor_parallel import cut_layers, go_by, is_cut
 from qgemm.model.offloading import carry_hooks, is_offloaded
+from qgemm.model.report import drop_reports
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import close_attention
+from qgemm.nn.carry_over import share_hooks
 from qgemm.nn.float_experts import describe_experts
+from qgemm.nn.linear_layer import is_conv1d
 from qgemm.nn.quant_layer import float_dtype
 from qgemm.quantize import quantize
 
@@ -186,18 +189,21 @@ class QGemmQuantizer(HfQuantizer):
                 f"{offloaded[0]} is offloaded, and only layers in memory can be dequantized: call "
                 "accelerate.hooks.remove_hook_from_submodules(model) first, which loads what is offloaded"
             )
-        plain = built_again(model)
+        unfuse(model)  # fused layers would keep the quantized ones
+        of_model = dict(built_again(model).named_modules(remove_duplicate=False))
         made: dict[nn.Module, nn.Module] = {}
         for name, layer in layers.items():
             if layer not in made:
                 if isinstance(layer, LinearLayer):
-                    made[layer] = layer.dequantize(wanted)
+                    made[layer] = _float_linear(of_model.get(name.removesuffix(".base_layer")), layer, wanted)
                 else:
                     assert isinstance(layer, QuantExperts)
-                    made[layer] = _float_experts(plain.get_submodule(name), layer, wanted)
+                    made[layer] = _float_experts(of_model[name], layer, wanted)
+                share_hooks(layer, made[layer])
                 carry_hooks(layer, made[layer])
             model.set_submodule(name, made[layer])
         close_attention(model)
+        drop_reports(model)
         return model
 
 
@@ -210,7 +216,7 @@ def _convert(model: PreTrainedModel, config: QGemmConfig) -> bool:
     scheme = config.one_scheme()
     if scheme is None or not convert_layers(model, scheme, is_cut(model)):
         return False
-    vars(model).pop("_qgemm_report", None)  # it describes the former schemes
+    drop_reports(model)  # they describe the former schemes
     return True
 
 
@@ -249,6 +255,15 @@ def _copy_config(model: PreTrainedModel) -> None:
         for key, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
                 vars(module)[key] = copies.get(id(value), value)
+
+
+def _float_linear(module: nn.Module | None, quantized: LinearLayer, dtype: torch.dtype | None) -> nn.Module:
+    """An ``nn.Linear``, or a ``Conv1D``, if ``module`` is one: the layer of the float model, on meta."""
+    linear = quantized.dequantize(dtype)
+    if module is None or not is_conv1d(module):
+        return linear
+    module.weight, module.bias = nn.Parameter(linear.weight.detach().t().contiguous()), linear.bias
+    return module.train(quantized.training)
 
 
 def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtype | None) -> nn.Module:
