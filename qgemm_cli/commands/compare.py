@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -193,17 +193,31 @@ def _compare_over_text(
 
 
 def find_differences(document: dict[str, Any], tolerance: float | None, most_kl: float | None) -> list[str]:
-    """The reasons for exit code 1: different shapes, layers without a counterpart, and errors above the limits."""
+    """The reasons for exit code 1: different shapes, layers without a counterpart, and errors above the limits.
+
+    Of errors first their number, then one reason for each kind of layer.
+    """
     found = [f"{one['name']} has shape {one['shape']}, in A {one['shape_in_a']}" for one in document["other_shapes"]]
-    for layer in document["layers"] if tolerance is not None else ():
-        if not layer["relative_error"] <= tolerance:
-            found.append(f"{layer['name']}: relative error {layer['relative_error']:.4g}, above {tolerance:g}")
     if tolerance is not None:
-        found += [f"{name} is only in one of the two" for name in document["without_counterpart"]]
+        errors = {layer["name"]: layer["relative_error"] for layer in document["layers"]}
+        above = {name: error for name, error in errors.items() if not error <= tolerance}
+        if above:
+            found.append(f"{len(above)} of {len(errors)} tensors have a relative error above {tolerance:g}")
+        for names in _kinds(above):
+            found.append(f"{collapse(names)}: relative error {max((above[n] for n in names), key=_nan_last):.4g}")
+        found += [f"{collapse(names)} is only in one of the two" for names in _kinds(document["without_counterpart"])]
     text = document["text"]
     if text is not None and most_kl is not None and not text["mean_kl"] <= most_kl:
         found.append(f"mean divergence {text['mean_kl']:.4g}, above {most_kl:g}")
     return found
+
+
+def _kinds(names: Iterable[str]) -> Iterator[list[str]]:
+    """``names`` in lists of those with the same pattern."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(pattern_of(name), []).append(name)
+    yield from found.values()
 
 
 def show(document: dict[str, Any], every_layer: bool) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from qgemm.tables import size
 from qgemm_cli.layers import BLOCKS, StoredLayer, coverage, find_layers
-from qgemm_cli.output import print_lines, print_table, printable, progress_bar, size
+from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.patterns import collapse, natural_order, pattern_of
 from qgemm_cli.reading import Checkpoint, open_checkpoint
 from qgemm_cli.refused_values import Owners, ValuesAsLoaded, find_owners

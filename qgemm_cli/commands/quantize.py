@@ -14,8 +14,9 @@ from qgemm.checkpoint.gguf import find_gguf
 from qgemm.checkpoint.layout import read_json
 from qgemm.model.selection import Pattern, SchemeChoice, shown_pattern
 from qgemm.scheme import QuantScheme
+from qgemm.tables import size
 from qgemm_cli.calibrating import Windows, check_text, parse_recipe, quantize_calibrated
-from qgemm_cli.output import print_lines, print_table, printable, size
+from qgemm_cli.output import print_lines, print_table, printable
 from qgemm_cli.patterns import collapse, pattern_of
 
 
