@@ -47,7 +47,7 @@ from qgemm.checkpoint.safetensors_writer import check_tensor_name, write_safeten
 from qgemm.checkpoint.staging import StagedFiles, remove_files
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
 from qgemm.model.report import QuantReport
-from qgemm.nn import QuantLayer
+from qgemm.nn.quant_layer import QuantLayer, quant_layers
 from qgemm.warn import warn_user
 
 _OF_OTHERS = {COMPRESSED_TENSORS: compressed_tensors_writer, GPTQ: gptq_writer}
@@ -124,8 +124,7 @@ def save_quantized(
 
 def _layers_of(model: nn.Module) -> dict[str, QuantLayer]:
     """The quantized layers of ``model`` by all of their names; raises ``ValueError`` for what can't be saved."""
-    modules = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in modules if isinstance(module, QuantLayer)}
+    layers = quant_layers(model)
     if not layers:
         raise ValueError("model has no quantized layer: quantize it with qgemm.quantize_model first")
     if "" in layers:

@@ -275,6 +275,17 @@ def _from_bytes(stored: Tensor) -> nn.Parameter:
     return frozen(stored.view(FP8.storage))
 
 
+def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
+    """The quantized layers of ``model`` by all of their names."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, QuantLayer)}
+
+
+def has_quant_layers(model: nn.Module) -> bool:
+    """Whether ``model`` has quantized layers."""
+    return any(isinstance(module, QuantLayer) for module in model.modules())
+
+
 def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:
     """The node for a call of ``layer`` in ``torch.fx.symbolic_trace``, where it is a leaf, as ``nn.Linear`` is."""
     tracer: Any = next(each.tracer for each in inputs if isinstance(each, Proxy))
