@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from qgemm.kernels.checks import FLOAT_DTYPES
 from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
-from qgemm.numerics.formats import FP8
+from qgemm.numerics.formats import FLOAT_DTYPES, FP8
 from qgemm.scheme import QuantScheme
 
 Layer = TypeVar("Layer", bound="QuantLayer")
