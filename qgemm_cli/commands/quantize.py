@@ -48,9 +48,8 @@ def quantize(
             "qgemm convert writes a GGUF file in another format and, with --scheme, in another scheme"
         )
     _check_one_gives_scales(input_scales, statistics, recipe, text)
-    schemes: Any
     if config is None:
-        schemes = parse_schemes(scheme or ["int8"])
+        schemes: Any = parse_schemes(scheme or ["int8"])
         methods = None if recipe is None else parse_recipe(recipe)
         scales = None if input_scales is None else read_json(input_scales)
         wanted = Quantization.of(schemes, skip=skip, include=include, input_scales=scales, recipe=methods)
