@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from qgemm.nn.parallel import Shard, Split, Style
+from qgemm.nn.shard import Shard, Split, Style
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
 from qgemm.numerics.formats import FLOAT_DTYPES, FP8
 from qgemm.scheme import QuantScheme

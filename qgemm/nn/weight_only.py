@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only.int8_config import MIN_ROWS_FOR_STEPS
 from qgemm.nn.linear_layer import LinearLayer, largest
-from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import frozen, joined_rows
 from qgemm.nn.row_steps import RowSteps
+from qgemm.nn.shard import Shard, Split, Style
 from qgemm.numerics import groups
 from qgemm.numerics.formats import FLOAT_DTYPES, Format
 from qgemm.numerics.integers import cdiv

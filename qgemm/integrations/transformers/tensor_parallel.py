@@ -28,8 +28,8 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.blocks.binding import mark_like_class
-from qgemm.nn.parallel import Shard, Style
 from qgemm.nn.quant_layer import frozen
+from qgemm.nn.shard import Shard, Style
 
 WHOLE = "qgemm_whole"
 """The name of the style for what every process holds whole."""

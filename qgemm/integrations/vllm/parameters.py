@@ -24,9 +24,9 @@ from vllm.model_executor.parameter import (
 from qgemm.integrations.vllm.names import FOLDED_BIAS, STEP
 from qgemm.integrations.vllm.sizes import Sizes
 from qgemm.nn.linear_layer import LinearLayer
-from qgemm.nn.parallel import Shard, Split
 from qgemm.nn.quant_layer import frozen
 from qgemm.nn.row_steps import found_steps
+from qgemm.nn.shard import Shard, Split
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FLOAT_DTYPES
 
