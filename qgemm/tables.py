@@ -1,4 +1,4 @@
-"""Tables of results: aligned text for ``print``, HTML for notebooks."""
+"""Tables of results: aligned text for ``print``, HTML for notebooks; sizes in bytes as text."""
 
 from __future__ import annotations
 

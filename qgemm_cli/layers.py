@@ -32,7 +32,7 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
 from qgemm.numerics.formats import FORMATS, FP8_DTYPES
 from qgemm.numerics.packing import packed_width
-from qgemm_cli.reading import Checkpoint, name_of_dtype
+from qgemm_cli.checkpoint import Checkpoint, name_of_dtype
 
 MATRICES = ("linear", "experts")
 """The kinds of layers that take part in matrix products, and so can be quantized."""

@@ -26,8 +26,8 @@ from qgemm.scheme import QuantScheme
 from qgemm.streaming.float_tensors import FloatTensor, ordered_experts, stored_float
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
+from qgemm_cli.checkpoint import FLOAT, Checkpoint
 from qgemm_cli.layers import StoredLayer, find_layers
-from qgemm_cli.reading import FLOAT, Checkpoint
 from qgemm_cli.weights import Converted, ConvertedExperts, Dequantized, Made, Restored, RestoredExperts
 
 MOST_PREFIXES = 32

@@ -22,10 +22,10 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.device import find_device
 from qgemm.kernels import has_int8_products
 from qgemm_cli.check import largest_errors
+from qgemm_cli.checkpoint import open_checkpoint
 from qgemm_cli.layers import StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.patterns import alike, pattern_of
-from qgemm_cli.reading import open_checkpoint
 from qgemm_cli.timing import QUICK, Bystanders, Effort, Pass, all_seconds, copy_count, spread
 
 # The largest relative error of a row that counts as correct, on Gaussian data: rounding causes at most half of it.

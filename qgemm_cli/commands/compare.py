@@ -15,11 +15,11 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import OpenFiles
 from qgemm.device import find_device
 from qgemm.streaming.float_tensors import FloatTensor
+from qgemm_cli.checkpoint import Checkpoint, name_of_dtype, open_checkpoint
 from qgemm_cli.layers import MATRICES, StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.pairing import pair_weights
 from qgemm_cli.patterns import alike, collapse, natural_order, pattern_of
-from qgemm_cli.reading import Checkpoint, name_of_dtype, open_checkpoint
 from qgemm_cli.soundness import find_problems
 from qgemm_cli.weights import ConvertedExperts
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from qgemm.tables import size
+from qgemm_cli.checkpoint import Checkpoint, open_checkpoint
 from qgemm_cli.layers import BLOCKS, StoredLayer, coverage, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.patterns import alike, collapse, natural_order, pattern_of
-from qgemm_cli.reading import Checkpoint, open_checkpoint
 from qgemm_cli.refused_values import Owners, ValuesAsLoaded, find_owners
 from qgemm_cli.soundness import damaged_values, find_problems, scale_names, values_to_check
 
