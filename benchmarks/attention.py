@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.measure import relative_error
 from benchmarks.results import command_line, environment, write_results
 from benchmarks.shapes import parse_pair
 from benchmarks.tables import Table, render
@@ -100,7 +101,7 @@ def measure(
         caches = [one, *(make_cache(batch, heads[1], length, head_size, int8, device) for _ in range(count - 1))]
         passes[name], sizes[name] = Pass(run, caches, device), one.nbytes
         last = caches[(passes[name].calls - 1) % count]
-        errors[name] = relative_error(passes[name].checked_output(), q, last, used)
+        errors[name] = error_of(passes[name].checked_output(), q, last, used)
         if not errors[name] <= MAX_ERRORS[name]:
             raise ValueError(f"{name} is wrong: relative error {errors[name]:.3g}, at most {MAX_ERRORS[name]}")
     seconds = median_seconds(passes, effort, device)
@@ -135,7 +136,7 @@ def make_cache(batch: int, heads: int, length: int, head_size: int, int8: bool, 
     return Cache(k, v, k_scale, v_scale)
 
 
-def relative_error(out: Tensor, q: Tensor, cache: Cache, length: Tensor) -> float:
+def error_of(out: Tensor, q: Tensor, cache: Cache, length: Tensor) -> float:
     """Of the first sequences, against float64. Those of int8 caches have the values that are stored."""
     few = slice(CHECKED_SEQUENCES)
     k, v, k_scale, v_scale = (None if each is None else each[few] for each in cache)
@@ -143,7 +144,7 @@ def relative_error(out: Tensor, q: Tensor, cache: Cache, length: Tensor) -> floa
     assert v is not None
     k, v = (each.double() if k_scale is None else each for each in (k, v))
     wanted = decode_attention_reference(q[few].double(), k, v, length, k_scale=k_scale, v_scale=v_scale)
-    return float((out[few].double() - wanted).norm() / wanted.norm())
+    return relative_error(out[few], wanted)
 
 
 def table(results: Sequence[Result]) -> Table:

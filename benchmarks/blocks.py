@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measure import relative_error
 from benchmarks.models.providers import PROVIDERS
 from benchmarks.models.shapes import MODELS, ModelShape
 from benchmarks.results import command_line, environment, show
@@ -81,8 +82,8 @@ def measure(shape: ModelShape, sizes: Sequence[tuple[int, int]], effort: Effort,
         x = torch.randn(batch, length, config.hidden_size, generator=generator)
         x = x.to(device, next(models["bf16"].parameters()).dtype)
         runs = {name: _block_of(model, x) for name, model in models.items()}
-        wanted = runs["bf16"](x).double()
-        errors = {name: float((run(x).double() - wanted).norm() / wanted.norm()) for name, run in runs.items()}
+        wanted = runs["bf16"](x)
+        errors = {name: relative_error(run(x), wanted) for name, run in runs.items()}
         if wrong := [name for name, error in errors.items() if not error <= MAX_ERROR]:
             raise ValueError(f"wrong output of {wrong[0]}: relative error {errors[wrong[0]]:.3g}, at most {MAX_ERROR}")
         peaks = {name: _peak_bytes(partial(run, x), device) for name, run in runs.items()}

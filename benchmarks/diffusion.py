@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.encoders import FLOAT, WAYS, check_and_time
+from benchmarks.encoders import FLOAT, WAYS, beside, check_and_time
 from benchmarks.results import command_line, environment, show
 from benchmarks.tables import Table, render
 from qgemm_cli.timing import QUICK, Effort
@@ -234,12 +234,7 @@ def output(model: Any, given: dict[str, Any]) -> Tensor:
 def table(results: Sequence[Result]) -> Table:
     """A row for each model and way."""
     floats = {one.model: one for one in results if one.way == FLOAT}
-    rows = []
-    for one in results:
-        base = floats[one.model]
-        call = [f"{one.call_ms:.2f}", f"{base.call_ms / one.call_ms:.2f}"]
-        kernels = [f"{one.kernels_ms:.2f}", f"{base.kernels_ms / one.kernels_ms:.2f}"]
-        rows.append([one.model, one.way, *call, *kernels, f"{one.error:.3f}"])
+    rows = [[one.model, one.way, *beside(floats[one.model], one), f"{one.error:.3f}"] for one in results]
     return ["model", "", "call, ms", "times", "kernels, ms", "times", "error"], rows
 
 

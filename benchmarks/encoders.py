@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import qgemm
+from benchmarks.measure import relative_error
 from benchmarks.models.shapes import MODELS, ModelShape
 from benchmarks.results import command_line, environment, show
 from benchmarks.shapes import parse_pair
@@ -119,8 +120,8 @@ def check_and_time(
     device: torch.device,
 ) -> dict[str, tuple[float, float, float]]:
     """By way: ms of a call, ms of its kernels, and the relative error of the output, at most that of ``limits``."""
-    wanted = runs[FLOAT](given[0]).double()
-    errors = {way: float((run(given[0]).double() - wanted).norm() / wanted.norm()) for way, run in runs.items()}
+    wanted = runs[FLOAT](given[0])
+    errors = {way: relative_error(run(given[0]), wanted) for way, run in runs.items()}
     for way, error in errors.items():
         if not error <= limits[way]:
             raise ValueError(f"wrong output of {way}: relative error {error:.3g}, at most {limits[way]}")
@@ -142,15 +143,19 @@ def call_seconds(runs: Mapping[str, Run], given: Sequence[dict[str, Any]], effor
     return {way: statistics.median(values) for way, values in times.items()}
 
 
+def beside(of_float: Any, one: Any) -> list[str]:
+    """Cells with the milliseconds of ``one``, a call's and its kernels', each with how many times ``of_float``'s."""
+    pairs = ((of_float.call_ms, one.call_ms), (of_float.kernels_ms, one.kernels_ms))
+    return [cell for base, ms in pairs for cell in (f"{ms:.2f}", f"{base / ms:.2f}")]
+
+
 def table(results: Sequence[Result]) -> Table:
     """A row for each model, size and way."""
     floats = {(one.model, one.batch, one.length): one for one in results if one.way == FLOAT}
     rows = []
     for one in results:
-        base = floats[one.model, one.batch, one.length]
-        call = [f"{one.call_ms:.2f}", f"{base.call_ms / one.call_ms:.2f}"]
-        kernels = [f"{one.kernels_ms:.2f}", f"{base.kernels_ms / one.kernels_ms:.2f}"]
-        rows.append([one.model, f"{one.batch} x {one.length}", one.way, *call, *kernels, f"{one.error:.3f}"])
+        times = beside(floats[one.model, one.batch, one.length], one)
+        rows.append([one.model, f"{one.batch} x {one.length}", one.way, *times, f"{one.error:.3f}"])
     return ["model", "tokens", "", "call, ms", "times", "kernels, ms", "times", "error"], rows
 
 

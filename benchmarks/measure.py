@@ -174,6 +174,12 @@ def effort_for(M: int, effort: Effort, device: torch.device) -> Effort:
     return SUSTAINED if M >= BUSY_ROWS and device.type == "cuda" and effort == Effort() else effort
 
 
+def relative_error(out: Tensor, wanted: Tensor) -> float:
+    """``|out - wanted| / |wanted|`` over all values, in float64."""
+    wanted = wanted.double()
+    return float((out.double() - wanted).norm() / wanted.norm())
+
+
 def random_operand(rows: int, columns: int, device: torch.device) -> Tensor:
     """Standard normal values ``[rows, columns]``: bfloat16 on a GPU, float32 on a CPU."""
     return torch.randn(rows, columns, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qgemm
+from benchmarks.measure import relative_error
 from benchmarks.models.shapes import ModelShape
 from benchmarks.providers import linear_of
 from benchmarks.tables import Table, render
@@ -46,8 +47,8 @@ def sums() -> Table:
         ours = scaled_mm(q, b.T, scale, b_scale, out_dtype=torch.float32)
         exact = x.double() @ weight.double().T
         floats = [F.linear(x, weight), F.linear(x.bfloat16(), weight.bfloat16())]
-        errors = (_error(ours, same), _error(floats[0], exact), _error(floats[1], exact), _error(ours, exact))
-        rows.append([f"{length:,}", *(f"{error:.1e}" for error in errors)])
+        pairs = (ours, same), (floats[0], exact), (floats[1], exact), (ours, exact)
+        rows.append([f"{length:,}", *(f"{relative_error(*each):.1e}" for each in pairs)])
     return ["K", "int8: sum and epilogue", "float32", "bfloat16", "int8: all of it"], rows
 
 
@@ -70,7 +71,7 @@ def distributions() -> Table:
     rows = []
     for name, x in inputs.items():
         exact = F.linear(x.double(), linear.weight.double())
-        errors = [_error(_quantized(linear, scheme, x)(x), exact) for scheme in SCHEMES]
+        errors = [relative_error(_quantized(linear, scheme, x)(x), exact) for scheme in SCHEMES]
         rows.append([name, *(f"{error:.2%}" for error in errors)])
     return ["activations", *SCHEMES], rows
 
@@ -86,7 +87,7 @@ def magnitudes() -> Table:
         scaled = x * factor
         out = layer(scaled)
         # float64 of both: squares of these leave the range of float32.
-        error = _error(out, F.linear(scaled.double(), linear.weight.double()))
+        error = relative_error(out, F.linear(scaled.double(), linear.weight.double()))
         shown = f"{error:.2%}" if error < torch.inf else "-"
         rows.append([f"{factor:.0e}", shown, f"{int((~out.isfinite()).any(1).sum())} of {ROWS}"])
     for name, value in (("one NaN", torch.nan), ("one Inf", torch.inf)):
@@ -134,7 +135,7 @@ def depth() -> Table:
         errors[scheme] = states(qgemm.quantize_model(copy.deepcopy(model), scheme, progress=False))
     # The last state is after the final norm.
     rows = [
-        [str(count), *(f"{_error(found[place], wanted[place]):.2%}" for found in errors.values())]
+        [str(count), *(f"{relative_error(found[place], wanted[place]):.2%}" for found in errors.values())]
         for place, count in enumerate(DEPTHS)
     ]
     return ["blocks", *errors], rows
@@ -149,7 +150,8 @@ def clipping() -> Table:
     rows = []
     for factor in (0.01, 0.1, 0.5, 1.0, 1.5, 2.0, 4.0):
         exact = F.linear((x * factor).double(), linear.weight.double())
-        rows.append([f"{factor:g}", *(f"{_error(layer(x * factor), exact):.2%}" for layer in (static, dynamic))])
+        errors = [relative_error(layer(x * factor), exact) for layer in (static, dynamic)]
+        rows.append([f"{factor:g}", *(f"{error:.2%}" for error in errors)])
     return ["inputs times", "int8-static", "int8"], rows
 
 
@@ -167,7 +169,7 @@ def weights() -> Table:
     for name, weight in kinds.items():
         linear = linear_of(weight)
         found = [_quantized(linear, scheme).dequantize().weight for scheme in ("int8", "int4")]
-        rows.append([name, *(f"{_error(each, weight.double()):.2%}" for each in found)])
+        rows.append([name, *(f"{relative_error(each, weight.double()):.2%}" for each in found)])
     return ["weights", "int8, a scale a row", "int4, a scale for 128 of a row"], rows
 
 
@@ -192,10 +194,6 @@ def _with_outliers(x: Tensor, factor: float) -> Tensor:
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _error(out: Tensor, exact: Tensor) -> float:
-    return float((out.double() - exact).norm() / exact.norm())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks.models.measure import MAX_GAP, decoding_rate, gaps, median_secon
 from benchmarks.models.shapes import MODELS, ModelShape
 from benchmarks.results import environment, write_json
 from benchmarks.tables import Table, render
-from qgemm.nn import QuantLayer
+from qgemm.nn.quant_layer import has_quant_layers, quant_layers
 
 PROVIDERS = ("bf16", "qgemm", "qgemm, shared scales")
 """What follows a comma is another way to run the same parts."""
@@ -184,7 +184,7 @@ def _measure(shape: ModelShape, args: argparse.Namespace, device: torch.device, 
 
 def _not_fused(model: Any) -> list[str]:
     """What is to be told of a quantized model's layers that aren't fused whole."""
-    if not any(isinstance(module, QuantLayer) for module in model.modules()):
+    if not has_quant_layers(model):
         return []
     records = qgemm.fusion_report(model).records
     reasons = [each.reason for each in records if each.reason or not each.parts]
@@ -204,7 +204,7 @@ def _cut(model: Any, size: int, by_expert: bool) -> None:
     from qgemm.integrations.transformers.tensor_parallel import cut_layers, plan_layers
 
     qgemm.fast_generate(model, enabled=False)
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLayer)}
+    layers = quant_layers(model)
     if layers:
         qgemm.unfuse(model)
     # From transformers 5.19 on whole experts go with attention that is split, and the flag is deprecated.

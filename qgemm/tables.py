@@ -1,4 +1,4 @@
-"""Tables of results: aligned text for ``print``, HTML for notebooks."""
+"""Tables of results: aligned text for ``print``, HTML for notebooks; sizes in bytes as text."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: list
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{text}</p>"
 
 
-def size(count: int) -> str:
-    """The number of bytes, with a unit."""
-    if count < 1024:
-        return f"{count} B"
-    power = min((count.bit_length() - 1) // 10, 3)
-    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+def size(count: float) -> str:
+    """Bytes in readable form: ``"1.5 GB"`` is 1.5 * 10^9."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"

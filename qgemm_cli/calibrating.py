@@ -27,8 +27,8 @@ from qgemm.device import find_device
 from qgemm.model.report import QuantReport
 from qgemm.quantize import quantize
 from qgemm.streaming.companions import find_companions_to_copy
+from qgemm_cli.checkpoint import FLOAT, open_checkpoint
 from qgemm_cli.logits import build_float, load_float
-from qgemm_cli.reading import FLOAT, open_checkpoint
 from qgemm_cli.tokenizer import load_tokenizer, read_text
 
 _FILES = (".yaml", ".yml", ".json")

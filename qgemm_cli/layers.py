@@ -28,12 +28,11 @@ from qgemm.checkpoint.bitsandbytes_4bit import KINDS, STATE
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.gguf import GgufModel
 from qgemm.checkpoint.gguf_types import TYPES
-from qgemm.checkpoint.recognition import FP8_DTYPES
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
-from qgemm.numerics.formats import FORMATS
+from qgemm.numerics.formats import FORMATS, FP8_DTYPES
 from qgemm.numerics.packing import packed_width
-from qgemm_cli.reading import Checkpoint
+from qgemm_cli.checkpoint import Checkpoint, name_of_dtype
 
 MATRICES = ("linear", "experts")
 """The kinds of layers that take part in matrix products, and so can be quantized."""
@@ -175,7 +174,7 @@ def _layers_of(
         yield StoredLayer(module, kind, storage, shape, tensors)
     else:
         largest = max(tensors.values(), key=lambda tensor: math.prod(tensor.shape))
-        yield StoredLayer(module, "other", dtype_name(largest.dtype), largest.shape, tensors)
+        yield StoredLayer(module, "other", name_of_dtype(largest.dtype), largest.shape, tensors)
 
 
 def _is_experts(leaf: str, tensor: StoredTensor) -> bool:
@@ -253,17 +252,12 @@ def _plain(module: str, tensors: dict[str, StoredTensor]) -> tuple[str, str, tup
         (n, k), bias = weight.shape, tensors.get("bias")
         if bias is not None and bias.shape == (k,) != (n,):
             n, k = k, n  # transformers' Conv1D stores its float weight as [K, N]
-        return "embedding" if _is_embedding(module) else "linear", dtype_name(weight.dtype), (n, k)
+        return "embedding" if _is_embedding(module) else "linear", name_of_dtype(weight.dtype), (n, k)
     return None
 
 
 def _value_name(dtype: torch.dtype | None) -> str:
-    return "fp8" if dtype in FP8_DTYPES else dtype_name(dtype)
-
-
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """``"bfloat16"`` for ``torch.bfloat16``."""
-    return "unknown" if dtype is None else str(dtype).removeprefix("torch.")
+    return "fp8" if dtype in FP8_DTYPES else name_of_dtype(dtype)
 
 
 def coverage(layers: Iterable[StoredLayer]) -> float | None:

@@ -14,8 +14,8 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.gguf import GgufModel
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import open_source
+from qgemm_cli.checkpoint import FLOAT, Checkpoint
 from qgemm_cli.output import bars_on_a_terminal
-from qgemm_cli.reading import FLOAT, Checkpoint
 from qgemm_cli.tokenizer import load_tokenizer, read_text
 
 _ROWS = 16  # of logits at a time, in float64: with a vocabulary of 150,000 they take 20 MB

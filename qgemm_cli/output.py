@@ -1,4 +1,4 @@
-"""A command's output: tables as text, one JSON document for programs, sizes, and names that are safe to show."""
+"""A command's output: tables as text, one JSON document for programs, and names that are safe to show."""
 
 from __future__ import annotations
 
@@ -26,15 +26,6 @@ def printable(text: str, limit: int = 120) -> str:
         half = limit // 2
         text = f"{text[:half]}...{text[-half:]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def size(count: float) -> str:
-    """Bytes in readable form: ``"1.5 GB"`` is 1.5 * 10^9."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -16,18 +16,18 @@ from torch import nn
 
 from qgemm.checkpoint.contents import Contents, PartReader, check_unheld
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.recognition import FP8_DTYPES
 from qgemm.checkpoint.safetensors_file import OpenFiles
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
 from qgemm.nn import QuantExperts, QuantLinear, linear_class
 from qgemm.nn.block_scaled import BlockScaledLinear
-from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.nn.float_experts import known_experts
+from qgemm.numerics.formats import FP8_DTYPES
 from qgemm.scheme import QuantScheme
 from qgemm.streaming.float_tensors import FloatTensor, ordered_experts, stored_float
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
+from qgemm_cli.checkpoint import FLOAT, Checkpoint
 from qgemm_cli.layers import StoredLayer, find_layers
-from qgemm_cli.reading import FLOAT, Checkpoint
 from qgemm_cli.weights import Converted, ConvertedExperts, Dequantized, Made, Restored, RestoredExperts
 
 MOST_PREFIXES = 32
@@ -142,11 +142,8 @@ def _order_experts(tensors: dict[str, FloatTensor], model: nn.Module) -> dict[st
     """``tensors`` of the float ``model``; those of experts get the names and the order of ``QuantExperts``."""
     ordered = dict(tensors)
     for module_name, module in model.named_modules():
-        if all(parameter.ndim != 3 for parameter in module.parameters(recurse=False)):
-            continue
-        try:
-            layout = describe_experts(module)
-        except UnknownExperts:  # in this case they aren't quantized either
+        layout = known_experts(module)
+        if layout is None:  # in this case they aren't quantized either
             continue
         own = {name: ordered.pop(f"{module_name}.{theirs}", None) for name, theirs in layout.parameters.items()}
         for name, tensor in own.items():

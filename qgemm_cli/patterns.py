@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from qgemm.checkpoint.name_ranges import runs
+
+Item = TypeVar("Item")
 
 # Longer numbers aren't positions in a list, and Python refuses to parse those of thousands of digits.
 _NUMBER = re.compile(r"(?<![^.])\d{1,6}(?![^.])")
@@ -14,6 +17,14 @@ _NUMBER = re.compile(r"(?<![^.])\d{1,6}(?![^.])")
 def pattern_of(name: str) -> str:
     """``name`` with ``{}`` for each part that is a number."""
     return _NUMBER.sub("{}", name.replace("{", "(").replace("}", ")"))
+
+
+def alike(items: Iterable[Item], key: Callable[[Item], object]) -> list[list[Item]]:
+    """``items`` in groups of the same ``key``, in the order of each group's first one."""
+    groups: dict[object, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
 
 
 def collapse(names: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from qgemm.checkpoint.tensors import split_name
 from qgemm.nn import QuantExperts, QuantLayer
 from qgemm.nn.kinds import meta_linear
 from qgemm.scheme import QuantScheme
-from qgemm_cli.reading import Checkpoint
+from qgemm_cli.checkpoint import Checkpoint
 
 Owners = dict[str, tuple[QuantLayer, str]]
 """The layer of each tensor, and the layer's name for it."""

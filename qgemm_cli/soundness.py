@@ -12,9 +12,9 @@ from torch import Tensor
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor, has_checksums, read_and_check
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm_cli.checkpoint import Checkpoint
 from qgemm_cli.layers import StoredLayer
 from qgemm_cli.patterns import ranges
-from qgemm_cli.reading import Checkpoint
 from qgemm_cli.refused_values import Owners
 
 CHECKED_FORMATS = (

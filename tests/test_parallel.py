@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 import qgemm
-from qgemm.nn.parallel import Shard
+from qgemm.nn.shard import Shard
 
 
 def test_a_model_of_one_process() -> None:

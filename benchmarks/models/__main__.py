@@ -73,38 +73,45 @@ def _measure(run: Run, args: argparse.Namespace) -> None:
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
     """The processes, in order."""
+    missing = [name for name in args.provider or () if not PROVIDERS[name].is_installed]
+    if missing:
+        raise SystemExit(f"{missing[0]} isn't installed here")
+    named = args.provider or [name for name, provider in PROVIDERS.items() if provider.is_installed]
+    is_gpu, sizes = torch.cuda.is_available(), _sizes(args)
+    for model in args.model or [name for name, shape in MODELS.items() if shape.is_decoder == is_gpu]:
+        counts = args.layers or [MODELS[model].layers]
+        if MODELS[model].is_decoder:
+            for name in named:
+                yield from _jobs_of_decoder(model, name, counts, args.measure, sizes)
+        elif ENCODE in args.measure and (own := [name for name in named if ENCODE in PROVIDERS[name].measures]):
+            yield Job(model, counts[-1], tuple(own), (ENCODE,), sizes=sizes)
+
+
+def _sizes(args: argparse.Namespace) -> Sizes:
     sizes = QUICK if args.quick else Sizes()
-    sizes = replace(
+    return replace(
         sizes,
         batches=tuple(args.batch or sizes.batches),
         contexts=tuple(args.context or sizes.contexts),
         new=args.new or sizes.new,
         requests=tuple(args.requests or sizes.requests),
     )
-    missing = [name for name in args.provider or () if not PROVIDERS[name].is_installed]
-    if missing:
-        raise SystemExit(f"{missing[0]} isn't installed here")
-    named = args.provider or [name for name, provider in PROVIDERS.items() if provider.is_installed]
-    is_gpu = torch.cuda.is_available()
-    for model in args.model or [name for name, shape in MODELS.items() if shape.is_decoder == is_gpu]:
-        shape = MODELS[model]
-        full = args.layers[-1] if args.layers else shape.layers
-        if not shape.is_decoder:
-            if ENCODE in args.measure and (own := [name for name in named if ENCODE in PROVIDERS[name].measures]):
-                yield Job(model, full, tuple(own), (ENCODE,), sizes=sizes)
-            continue
-        for name in named:
-            measures = tuple(each for each in args.measure if each in PROVIDERS[name].measures and each != ENCODE)
-            steady = tuple(each for each in measures if each not in (SERVE, HTTP, FIRST_TOKEN))
-            for layers in args.layers or [shape.layers]:
-                if steady:
-                    yield Job(model, layers, (name,), steady, sizes=sizes)
-            for measure in (SERVE, HTTP):  # by itself, so that its cache of keys and values finds all memory free
-                if measure in measures:
-                    yield Job(model, full, (name,), (measure,), sizes=sizes)
-            if FIRST_TOKEN in measures:
-                yield Job(model, full, (name,), (FIRST_TOKEN,), "cold", sizes)
-                yield Job(model, full, (name,), (FIRST_TOKEN,), "warm", sizes)
+
+
+def _jobs_of_decoder(
+    model: str, name: str, counts: Sequence[int], wanted: Sequence[str], sizes: Sizes
+) -> Iterator[Job]:
+    """The processes of the provider ``name``. ``counts``: of layers, ``wanted``: what to measure."""
+    measures = [each for each in wanted if each in PROVIDERS[name].measures and each != ENCODE]
+    steady = tuple(each for each in measures if each not in (SERVE, HTTP, FIRST_TOKEN))
+    if steady:
+        yield from (Job(model, layers, (name,), steady, sizes=sizes) for layers in counts)
+    for measure in (SERVE, HTTP):  # by itself, so that its cache of keys and values finds all memory free
+        if measure in measures:
+            yield Job(model, counts[-1], (name,), (measure,), sizes=sizes)
+    if FIRST_TOKEN in measures:
+        for cache in ("cold", "warm"):
+            yield Job(model, counts[-1], (name,), (FIRST_TOKEN,), cache, sizes)
 
 
 def _run_job(job: Job, caches: Path | None, timeout: float) -> Iterator[list[Figure]]:

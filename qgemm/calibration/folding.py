@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from qgemm.calibration.hooks import hooked
 from qgemm.calibration.method import Block
-from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
+from qgemm.nn.float_experts import known_experts
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
 from qgemm.scheme import INT8_ROWS, TensorScheme
 
@@ -280,16 +280,6 @@ def input_weights(module: nn.Module) -> list[Tensor]:
         return []
     first = module.get_parameter(experts.parameters["gate_up_proj"]).detach()
     return [first.transpose(1, 2) if experts.is_transposed else first]
-
-
-def known_experts(module: nn.Module) -> FloatExperts | None:
-    """How ``module`` stores its experts; None if it has none, or in a layout that qgemm doesn't know."""
-    if all(parameter.ndim != 3 for parameter in module.parameters(recurse=False)):
-        return None
-    try:
-        return describe_experts(module)
-    except UnknownExperts:
-        return None
 
 
 class OutputCheck:

@@ -1,9 +1,9 @@
 """``quantize_blocks``: quantizes the layers of a model, as planned, block by block.
 
-For every block in order (``blocks.py`` defines the blocks): each method of the recipe is applied; under a static
-scheme, activation scales are found on the block as it then is; its layers are swapped; and the quantized block's
-outputs become the inputs of the next one. So later blocks compensate for errors of earlier ones, and only one block at
-a time needs to be on the device that computes (``device``). Nothing is random: the same call gives the same bits.
+For every block in order (``chains.py`` finds them): each method of the recipe is applied; under a static scheme,
+activation scales are found on the block as it then is; its layers are swapped; and the quantized block's outputs become
+the inputs of the next one. So later blocks compensate for errors of earlier ones, and only one block at a time needs to
+be on the device that computes (``device``). Nothing is random: the same call gives the same bits.
 
 Without data, the whole model is a single block; without methods, only the swaps remain.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from qgemm.calibration.blocks import Chain, capture, find_chains
+from qgemm.calibration.chains import Chain, capture, find_chains
 from qgemm.calibration.collect import warn_of_uncalled, warn_of_unused
 from qgemm.calibration.hooks import in_eval_mode, without_cache
 from qgemm.calibration.method import Block, Call, ExpertsWork, LayerWork

@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qgemm.calibration.folding import as_they_were, idle_modules, input_weights, known_experts, norm_consumers
+from qgemm.calibration.folding import as_they_were, idle_modules, input_weights, norm_consumers
 from qgemm.calibration.method import Block, Call, LayerWork, Method
+from qgemm.nn.float_experts import known_experts
 from qgemm.numerics.hadamard import hadamard
 
 # Ends of names of linear layers whose output is added to the residual stream.

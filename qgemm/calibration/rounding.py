@@ -31,7 +31,7 @@ from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.numerics.blocks import block_scales
 from qgemm.numerics.formats import MIN_SCALE, Format
 from qgemm.numerics.groups import global_scale_of, grouped, plain_scales, round_groups, round_scale, spread
-from qgemm.scheme import INT8_ROWS, TensorScheme
+from qgemm.scheme import TensorScheme
 
 # Multiples of the plain scale. 1 comes first: of equal errors, the first one's scale is used.
 _MULTIPLES = (1.0, *(percent / 100 for percent in range(106, 38, -2) if percent != 100))
@@ -61,7 +61,7 @@ def zero_points(weight: Tensor, scheme: TensorScheme) -> Tensor | None:
 
 
 @torch.no_grad()
-def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: Tensor | None = None) -> Tensor:
+def mse_scale(weight: Tensor, scheme: TensorScheme, second_moment: Tensor | None = None) -> Tensor:
     """The multiple of ``nearest_scale``, from 0.40 to 1.06, with the minimum squared error of each row or group.
 
     For scales that are powers of two, multiples are the half and the double. ``second_moment``: of the layer's inputs,
@@ -94,7 +94,7 @@ def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: T
     return best.reshape(plain.shape)
 
 
-def round_weight(weight: Tensor, scale: Tensor, scheme: TensorScheme = INT8_ROWS) -> QuantizedWeight:
+def round_weight(weight: Tensor, scale: Tensor, scheme: TensorScheme) -> QuantizedWeight:
     """Rounds a float weight ``[N, K]`` to nearest, with a scale from ``nearest_scale`` or ``mse_scale``."""
     values = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     size, zero = scheme.group_size or max(weight.shape[1], 1), zero_points(weight, scheme)
@@ -103,7 +103,7 @@ def round_weight(weight: Tensor, scale: Tensor, scheme: TensorScheme = INT8_ROWS
     return QuantizedWeight(round_groups(values, rows, zeros, size, scheme.format), scale, zero)
 
 
-def round_to_nearest(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> QuantizedWeight:
+def round_to_nearest(weight: Tensor, scheme: TensorScheme) -> QuantizedWeight:
     """Rounds a finite float weight ``[N, K]`` to nearest, with its plain scales."""
     weight = weight.detach().float()
     return round_weight(weight, nearest_scale(weight, scheme), scheme)
@@ -114,9 +114,7 @@ def round_by_mse(weight: Tensor, second_moment: Tensor | None, scheme: TensorSch
     return round_weight(weight, mse_scale(weight, scheme, second_moment), scheme)
 
 
-def dequantize(
-    quantized: QuantizedWeight, scheme: TensorScheme = INT8_ROWS, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def dequantize(quantized: QuantizedWeight, scheme: TensorScheme, dtype: torch.dtype = torch.float32) -> Tensor:
     """What a quantized weight stands for, ``[N, K]`` in ``dtype``."""
     values, size = scheme.format.to_float(quantized.values).to(dtype), scheme.group_size
     scale = expand_scale(quantized.scale, size, values.shape[1]).to(dtype)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from qgemm.arguments import check_model, shortened
-from qgemm.calibration.blocks import find_chains
+from qgemm.calibration.chains import find_chains
 from qgemm.calibration.collect import as_calls, check_batches, run_batches
 from qgemm.calibration.hooks import hooked, in_eval_mode, replaced, without_cache
 from qgemm.calibration.method import Call, first_tensor

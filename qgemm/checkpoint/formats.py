@@ -47,7 +47,7 @@ from qgemm.checkpoint.stored_report import read_report
 from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
 from qgemm.model.selection import listed
 from qgemm.model.swap_rules import find_rule, modules_around
-from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.nn.float_experts import known_experts
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
 from qgemm.scheme import QuantScheme
 
@@ -284,11 +284,8 @@ def _why_not(contents: Contents, model: nn.Module, layer: str, module: nn.Module
     """
     is_linear = type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ == "FalconLinear"
     if not is_linear and layer not in fused:
-        try:
-            known = describe_experts(module).is_interleaved == contents.interleaves_experts
-        except UnknownExperts:
-            known = False
-        if not known:
+        experts = known_experts(module)
+        if experts is None or experts.is_interleaved != contents.interleaves_experts:
             return f"a {type(module).__name__}, which qgemm can't compute"
     if (rule := find_rule(modules_around(model, layer))) is not None:
         return f"which qgemm can't run quantized: {rule.reason}"

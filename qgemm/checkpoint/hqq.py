@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.errors import CheckpointError, unsupported, unsupported_groups
 from qgemm.checkpoint.packed_layers import integers_scheme
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
@@ -86,9 +86,7 @@ def _note(contents: Contents, layer: str, said: dict[str, list[int]]) -> None:
     try:
         scheme = integers_scheme(4 if bits <= 4 else 8, None if size == K else size, symmetric=False, float_zeros=True)
     except ValueError:
-        raise unsupported(
-            f"{path}: {layer} has groups of {size} columns; qgemm computes groups of any multiple of 16"
-        ) from None
+        raise unsupported_groups(path, layer, size) from None
     assert scale is not None
     assert scale.dtype is not None
     shape = N, K // size

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.errors import CheckpointError, unsupported, unsupported_groups
 from qgemm.checkpoint.layout import read_json, settings_of_mlx
 from qgemm.checkpoint.packed_layers import integers_scheme
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
@@ -161,10 +161,7 @@ def _note(contents: Contents, layer: _Layer) -> None:
     try:
         scheme = layer.scheme
     except ValueError:
-        path = contents.stored[f"{layer.name}.weight"].path
-        raise unsupported(
-            f"{path}: {layer.name} has groups of {layer.size} columns; qgemm computes groups of any multiple of 16"
-        ) from None
+        raise unsupported_groups(contents.stored[f"{layer.name}.weight"].path, layer.name, layer.size) from None
     leaves = ("weight", "scales", "biases") if layer.mode == _AFFINE else ("weight", "scales")
     sources = [f"{layer.name}.{leaf}" for leaf in leaves]
     form, grid = scheme.weight.format, (layer.N, layer.K // layer.size)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.errors import CheckpointError, unsupported, unsupported_groups
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
 from qgemm.checkpoint.words import select_columns, unpack_words
@@ -117,10 +117,8 @@ def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object
         try:
             scheme = layer.scheme
         except ValueError:
-            raise unsupported(
-                f"{stored[layer.name_of('scales')].path}: {layer.name} has groups of {layer.group_size} columns; qgemm "
-                "computes groups of any multiple of 16"
-            ) from None
+            path = stored[layer.name_of("scales")].path
+            raise unsupported_groups(path, layer.name, layer.group_size) from None
         contents.manifest.layers[layer.name] = scheme
         contents.shapes[layer.name] = layer.N, layer.K
         _note(contents, layer)

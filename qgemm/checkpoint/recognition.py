@@ -31,10 +31,9 @@ from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.packed_layers import layout_in
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
-from qgemm.numerics.formats import FP8, INT8
+from qgemm.numerics.formats import FP8_DTYPES, INT8
 from qgemm.numerics.integers import cdiv
 
-FP8_DTYPES = (FP8.storage, torch.float8_e5m2)
 QUANTO = "quanto"
 """Its own library writes tensors with a ``quanto_qmap.json`` and without a config; they aren't read."""
 

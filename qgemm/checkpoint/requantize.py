@@ -25,7 +25,7 @@ from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.kinds import meta_linear
 from qgemm.nn.linear_layer import is_conv1d, largest, linear_weight
-from qgemm.nn.quant_layer import frozen
+from qgemm.nn.quant_layer import frozen, quant_layers
 from qgemm.scheme import QuantScheme
 
 ABOUT_FILES = ("quant_method is ", "packing_format is ")
@@ -99,7 +99,7 @@ def convert_layers(model: nn.Module, scheme: QuantScheme, is_split: bool) -> boo
     ``is_split``: whether the layers are split among several processes. Raises ``ValueError``, before any layer is
     converted, for layers that are split or offloaded, and for a scheme that needs more than their weights.
     """
-    layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
+    layers = quant_layers(model)
     others = {name: layer for name, layer in layers.items() if layer.scheme != _in_its_place(layer, scheme)}
     for name, layer in others.items():
         _check_target(_in_its_place(layer, scheme), name, layer.scheme)

@@ -47,7 +47,7 @@ from qgemm.checkpoint.safetensors_writer import check_tensor_name, write_safeten
 from qgemm.checkpoint.staging import StagedFiles, remove_files
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
 from qgemm.model.report import QuantReport
-from qgemm.nn import QuantLayer
+from qgemm.nn.quant_layer import QuantLayer, quant_layers
 from qgemm.warn import warn_user
 
 _OF_OTHERS = {COMPRESSED_TENSORS: compressed_tensors_writer, GPTQ: gptq_writer}
@@ -76,7 +76,8 @@ def save_quantized(
 
     Raises ``ValueError`` for an unknown format and for a model that can't be stored: without quantized layers, with
     tensors on meta, with a scale that its layer wouldn't load, or with state that isn't a plain tensor. Warns about a
-    transformers model that ``load_quantized`` can't build from its config, such as one of a class of your own.
+    transformers model that ``load_quantized`` can't build from its config, such as one of a class of your own or with
+    adapters.
     """
     if format not in (formats := (QUANT_METHOD, *_OF_OTHERS)):
         raise ValueError(f"format is {format!r}; it must be one of {formats}")
@@ -111,14 +112,19 @@ def save_quantized(
             os.replace(folder / save.pending_generation_config, folder / GENERATION_CONFIG_FILE)
         kept = {CONFIG_FILE, *(() if generation is None else (GENERATION_CONFIG_FILE,))}
         remove_files(folder, (name for name in old_files if name not in kept))
-    if is_pretrained(model):
+    if hasattr(model, "peft_config") and any(name.endswith(".base_layer") for name in layers):
+        warn_user(
+            f"{type(model).__name__} was saved with adapters of PEFT, so it can't be rebuilt from its config alone: "
+            "save these with save_pretrained, and the model as it was before, or as PEFT's unload() returns it. Or "
+            "merge them: call model.dequantize(), then PEFT's merge_and_unload(), and quantize the result again"
+        )
+    elif is_pretrained(model):
         _warn_unless_it_loads(model, folder)
 
 
 def _layers_of(model: nn.Module) -> dict[str, QuantLayer]:
     """The quantized layers of ``model`` by all of their names; raises ``ValueError`` for what can't be saved."""
-    modules = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in modules if isinstance(module, QuantLayer)}
+    layers = quant_layers(model)
     if not layers:
         raise ValueError("model has no quantized layer: quantize it with qgemm.quantize_model first")
     if "" in layers:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.nn import QuantLayer
+from qgemm.numerics.formats import FLOAT_DTYPES as COMPUTED_DTYPES
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -112,10 +113,10 @@ def forget_ties(model: nn.Module, layers: Container[str], tied: Container[str]) 
             part.tie_word_embeddings = False
 
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT_DTYPES = (*COMPUTED_DTYPES, torch.float64)
 """The dtypes that may replace one another in a model's float part: a checkpoint's dtype is kept."""
 
-BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+BIAS_DTYPES = COMPUTED_DTYPES
 """The dtypes that a quantized layer's bias may have: kernels accept no others."""
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qgemm.checkpoint import torchao_int4
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.errors import CheckpointError, unsupported, unsupported_groups
 from qgemm.checkpoint.packed_layers import integers_scheme
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_metadata, read_values, unfit
 from qgemm.checkpoint.signs import note_scaled
@@ -98,9 +98,7 @@ def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool
         try:
             scheme = resolve_scheme("int8") if by_row else integers_scheme(bits, size, symmetric)
         except ValueError:
-            raise unsupported(
-                f"{path}: {layer} has groups of {size} columns; qgemm computes groups of any multiple of 16"
-            ) from None
+            raise unsupported_groups(path, layer, size) from None
     contents.manifest.layers[layer] = scheme
     contents.shapes[layer] = N, K
     shape, dtype = ((N,), torch.float32) if by_row else ((N, 1 if size is None else K // size), scale.dtype)

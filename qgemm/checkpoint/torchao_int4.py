@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.errors import CheckpointError, unsupported_groups
 from qgemm.checkpoint.packed_layers import integers_scheme
 from qgemm.checkpoint.safetensors_file import unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES
@@ -114,9 +114,7 @@ def _add(contents: Contents, layer: str, size: int, symmetric: bool, shape: tupl
         own_size = None if size >= shape[1] else size
         scheme = integers_scheme(4, own_size, symmetric, float_zeros=not symmetric)
     except ValueError:
-        raise unsupported(
-            f"{path}: {layer} has groups of {size} columns; qgemm computes groups of any multiple of 16"
-        ) from None
+        raise unsupported_groups(path, layer, size) from None
     contents.manifest.layers[layer] = scheme
     contents.shapes[layer] = shape
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from qgemm.fusion.branches import NotFused, check_has_no_limits, code_of, merge
 from qgemm.fusion.probe import find_norm, find_rotation
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of_attention
-from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.attention import (
     CACHES,
     SEQUENCES,
@@ -108,7 +107,7 @@ def find_attention(
     names = _projections(attention)
     if not names:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
-    functions, eager, scaling, head_dim = _told(attention)
+    functions, eager, scaling, head_dim = _function_and_sizes(attention)
     cache_name = _cache_name(attention, defaults)
     last = merge([out])
     qkv = merge([attention._modules[name] for name in names])
@@ -193,7 +192,7 @@ def find_cross_attention(
     projections = _projections(attention)
     if out is None or len(projections) != 3:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
-    functions, eager, scaling, head_dim = _told(attention)
+    functions, eager, scaling, head_dim = _function_and_sizes(attention)
     query, key, value = (attention._modules[name] for name in projections)
     bias, table = _position_bias(attention)
     mask_name = _name_of(attention, _MASKS)
@@ -268,7 +267,7 @@ def constants_of(module: nn.Module) -> list[Any]:
     return found
 
 
-def _told(attention: Any) -> tuple[Any, Any, float, int]:
+def _function_and_sizes(attention: Any) -> tuple[Any, Any, float, int]:
     """transformers' attention functions by name, the module's own, the scale of scores, and the size of heads.
 
     Raises ``NotFused`` for a module that doesn't call such functions.
@@ -362,13 +361,13 @@ def _values(
             raise NotFused(f"the projections of {type(attention).__name__} are unknown")
         return "plain", None
     found, other = find_norm(norm, head_dim), None if norms is None else norms.norm
-    if norm._parameters or found is None or (other is not None and (found.eps, found.is_layer) != _kind(other)):
+    if (
+        norm._parameters
+        or found is None
+        or (other is not None and (found.eps, found.is_layer) != (other.eps, other.is_layer))
+    ):
         raise NotFused(f"the norm of values of {type(attention).__name__} is unknown")
     return "of keys" if of_keys else "normalized", norm
-
-
-def _kind(norm: Norm) -> tuple[float, bool]:
-    return norm.eps, norm.is_layer
 
 
 def _shared(attention: Any) -> SharedStates | None:

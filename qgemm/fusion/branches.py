@@ -51,8 +51,6 @@ BESIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "
 # For a layer with a separate input.
 LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection")
 LAYER_INPUT_NORM = "post_per_layer_input_norm"
-
-
 # Names of attributes with a limit of values in a module.
 _LIMITS = ("clip_qkv", "limit", "swiglu_limit")
 

@@ -14,15 +14,23 @@ from qgemm.fusion.diffusion import fuse_block, is_block
 from qgemm.fusion.probe import find_angles, find_own_frequencies
 from qgemm.fusion.report import FusionRecord, FusionReport
 from qgemm.fusion.siblings import SiblingWatch
-from qgemm.fusion.structure import arguments_of, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
+from qgemm.fusion.structure import (
+    arguments_of,
+    candidates_of_mlp,
+    find_candidates,
+    find_norm_step,
+    is_layer,
+    is_mlp,
+)
 from qgemm.fusion.verify import MAX_ERROR, Call, called_again, error_of, in_eval, random_values, record_calls
-from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.angles import FusedAngles
 from qgemm.nn.blocks.binding import bind, fused_of, unbind
 from qgemm.nn.blocks.fused_module import FusedModule
 from qgemm.nn.blocks.layer import FusedLayer
 from qgemm.nn.blocks.norm import FusedNorm
+from qgemm.nn.blocks.position_bias import POSITION_BIAS
 from qgemm.nn.blocks.siblings import FusedSibling, Siblings
+from qgemm.nn.quant_layer import has_quant_layers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -41,7 +49,7 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     Raises ``ValueError`` for a model without quantized layers. Call it again after layers were added or replaced.
     """
     check_model(model)
-    if not any(isinstance(module, QuantLayer) for module in model.modules()):
+    if not has_quant_layers(model):
         raise ValueError(f"{type(model).__name__} holds no quantized layer to fuse: call quantize_model first")
     # Those of TorchScript compute by themselves.
     modules = {n: each for n, each in model.named_modules() if not isinstance(each, torch.jit.ScriptModule)}
@@ -109,7 +117,7 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
         except Exception as raised:  # a layer may raise anything
             reason = f"it can't be verified: it can't be called again ({type(raised).__name__}: {raised})"
             return FusionRecord(name, kind, (), reason, None)
-        found = find_candidates(layer, its_call) if is_layer(layer) else find_mlp(layer)
+        found = find_candidates(layer, its_call) if is_layer(layer) else candidates_of_mlp(layer)
         fused, error, reason = _choose(found.fused, its_call)
     if fused is not None and are_random:
         fused, error, reason = _choose((fused,), call)
@@ -174,7 +182,7 @@ def _calls(
 
 def _returns_bias(call: Call) -> bool:
     """Whether a layer returns the position bias that it got or made, instead of attention's weights."""
-    given, returned = call.others.get("position_bias", ...), call.output[1]
+    given, returned = call.others.get(POSITION_BIAS, ...), call.output[1]
     return returned is not None and (given is None or (isinstance(given, Tensor) and torch.equal(given, returned)))
 
 

@@ -31,10 +31,8 @@ from qgemm.nn.blocks.position_bias import POSITION_BIAS
 from qgemm.nn.blocks.steps import NormStep
 
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
-_SHARED = "shared_mlp"  # in a layer, beside its mixture or alone
-_MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", _SHARED)
-
-
+_SHARED_MLP = "shared_mlp"  # in a layer, beside its mixture or alone
+_MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", _SHARED_MLP)
 _CROSS = ("encoder_attn", "cross_attention")  # each with a norm of that name
 _CROSS_NORM = "{}_layer_norm"
 # Names of a layer's arguments in a call of its attention to an encoder.
@@ -124,7 +122,7 @@ def _computing(module: nn.Module) -> dict[str, nn.Module]:
 def _others(layer: nn.Module) -> list[str]:
     """The children of ``layer`` that compute something and are neither norms nor an MLP."""
     mlp = {child_of(layer, _MLP)} - {""} or {"fc1", "fc2"}
-    known = {*mlp, *ACTIVATION, _SHARED}
+    known = {*mlp, *ACTIVATION, _SHARED_MLP}
     others = ((name, child) for name, child in _computing(layer).items() if name not in known)
     return [name for name, child in others if not _is_norm(child) and not find_scale(child)]
 
@@ -160,8 +158,7 @@ def _find_parts(layer: nn.Module, call: Call) -> _Parts:
     more = [each.name for each in [*told][3 if _adds(holder) else 2 :] if each.kind is not each.VAR_KEYWORD]
     if more:
         raise NotFused(f"its {mlp} takes {more[0]}, too")
-    layers = next((each for each in MLP_LAYERS if {*each[0], each[1]} <= set(holder._modules)), None)
-    activation = next((name for name in ACTIVATION if callable(getattr(holder, name, None))), "")
+    layers, activation = _layers_of_mlp(holder)
     return _Parts(
         *_find_mixer(layer, mixer),
         mlp,
@@ -324,7 +321,7 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
     module = layer.get_submodule(found.mlp)
     called = CalledBranch(module, False, adds=_adds(module)) if found.mlp else None
     if found.mlp_layers is None:
-        shared = layer._modules.get(_SHARED)
+        shared = layer._modules.get(_SHARED_MLP)
         find = partial(branches.find_mixture, module, call, shared)
         # If the mixture is called as a module, the shared expert beside it wouldn't be included.
         made.add("mixture", found.mlp, find, called if shared is None else None)
@@ -420,7 +417,7 @@ def is_mlp(module: nn.Module) -> bool:
     return any(children - {*ACTIVATION} == {*first, last} for first, last, _ in MLP_LAYERS)
 
 
-def find_mlp(module: nn.Module) -> Candidates:
+def candidates_of_mlp(module: nn.Module) -> Candidates:
     """How a separate MLP computes."""
     try:
         mlp = _find_mlp(module)
@@ -431,10 +428,15 @@ def find_mlp(module: nn.Module) -> Candidates:
 
 
 def _find_mlp(module: nn.Module) -> FusedMlp:
-    children = set(module._modules)
-    layers = next(each for each in MLP_LAYERS if {*each[0], each[1]} <= children)
-    activation = next((name for name in ACTIVATION if callable(getattr(module, name, None))), "")
+    layers, activation = _layers_of_mlp(module)
+    assert layers is not None
     return branches.find_mlp(module, "", layers, activation)
+
+
+def _layers_of_mlp(module: nn.Module) -> tuple[tuple[tuple[str, ...], str, bool] | None, str]:
+    """The layers of an MLP in ``module``, as in ``MLP_LAYERS``, and its activation's name; empty if it has none."""
+    layers = next((each for each in MLP_LAYERS if {*each[0], each[1]} <= set(module._modules)), None)
+    return layers, next((name for name in ACTIVATION if callable(getattr(module, name, None))), "")
 
 
 def find_norm_step(module: nn.Module) -> NormStep | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub.hub_mixin import PyTorchModelHubMixin
 
-from qgemm.nn import QuantLayer
+from qgemm.nn.quant_layer import has_quant_layers
 
 
 def refuse_to_save(cls: type, method: str) -> None:
@@ -23,7 +23,7 @@ def refuse_to_save(cls: type, method: str) -> None:
 
     @functools.wraps(save)
     def save_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(module, QuantLayer) for module in self.modules()):
+        if has_quant_layers(self):
             name = type(self).__name__
             raise ValueError(
                 f"{name} has quantized layers, which {name}.from_pretrained would take for float ones: save it with "

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qgemm.nn import LinearLayer, QuantExperts
-from qgemm.nn.quant_layer import QuantLayer
+from qgemm.nn.quant_layer import QuantLayer, has_quant_layers
 
 _RESOLVE = "_maybe_include_all_linear_layers"
 
@@ -89,7 +89,7 @@ def _check_saved(peft_config: Any, model: nn.Module) -> None:
     saved = getattr(peft_config, "modules_to_save", None) or ()
     for name, module in model.named_modules():
         asked = next((end for end in saved if name.endswith(end)), None)
-        if asked is not None and any(isinstance(part, QuantLayer) for part in module.modules()):
+        if asked is not None and has_quant_layers(module):
             raise ValueError(
                 f"modules_to_save names {asked!r}, but {name} is quantized and can't be trained as a whole: leave it "
                 "in float (skip=... in quantize_model), or name its layers in target_modules"

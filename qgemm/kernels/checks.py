@@ -14,13 +14,11 @@ from qgemm.kernels.activations import ACTIVATIONS, MATMUL_ACTIVATIONS
 from qgemm.kernels.norms import NormCall
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.numerics.blocks import BLOCK
-from qgemm.numerics.formats import FORMATS, FP8, INT8, OPERANDS
+from qgemm.numerics.formats import FLOAT_DTYPES, FORMATS, FP8, FP8_DTYPES, INT8, OPERANDS
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GROUP_SCALE_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.float8_e4m3fn)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_quantize_rows(

@@ -67,6 +67,21 @@ class ScaledWeight(NamedTuple):
         rows = weight.flatten(0, -2), scales, None, None, None, None if bias is None else bias.flatten()
         return cls(*rows, K, FP8.name, BLOCK)
 
+    @classmethod
+    def without_bias(
+        cls,
+        values: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        global_scale: Tensor | None,
+        input_order: Tensor | None,
+        in_features: int,
+        format: str,
+        group_size: int,
+    ) -> ScaledWeight:
+        """What ``dequantize`` reads, as operators get it."""
+        return cls(values, scale, zero_point, global_scale, input_order, None, in_features, format, group_size)
+
     @property
     def form(self) -> Format:
         """The number format of the values."""

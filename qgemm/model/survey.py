@@ -22,10 +22,9 @@ from qgemm.nn.attention import why_closed
 from qgemm.nn.carry_over import cannot_be_carried
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear_layer import linear_weight
-from qgemm.numerics.formats import INT8
+from qgemm.numerics.formats import FLOAT_DTYPES, INT8
 from qgemm.scheme import QuantScheme
 
-_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SWAPPED = {
     ("torch.nn.modules.linear", "Linear"),
     ("transformers.pytorch_utils", "Conv1D"),
@@ -275,7 +274,7 @@ def _own_reason(module: nn.Module) -> str:
 def _weight_reason(weight: Tensor, in_features: int) -> str:
     if type(weight.data) is not Tensor:
         return f"its weight is a {type(weight.data).__name__}"
-    if weight.dtype not in _WEIGHT_DTYPES:
+    if weight.dtype not in FLOAT_DTYPES:
         return f"its weight is {weight.dtype}, not float32, bfloat16 or float16"
     if weight.numel() == 0:
         return "its weight is empty"

@@ -24,7 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
-from qgemm.nn.quant_layer import QuantLayer, traced_as_leaf
+from qgemm.nn.quant_layer import has_quant_layers, traced_as_leaf
 from qgemm.ops import quant_linear
 
 _PACKED = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -272,10 +272,10 @@ def opened_attention(model: nn.Module, layers: Iterable[str] | None = None) -> I
         yield
     finally:
         for module, (bias, out_proj) in closed.items():
-            if not _is_quantized(module):
+            if not has_quant_layers(module):
                 _close(module, bias, out_proj)
         for holder, name, value in fused:
-            if not _is_quantized(holder):
+            if not has_quant_layers(holder):
                 setattr(holder, name, value)
 
 
@@ -285,7 +285,7 @@ def close_attention(model: nn.Module) -> None:
     Where one of them has an adapter, this happens once the adapter is merged or taken off.
     """
     for module in model.modules():
-        if isinstance(module, QuantMultiheadAttention) and not _is_quantized(module):
+        if isinstance(module, QuantMultiheadAttention) and not has_quant_layers(module):
             module.closes = True
             module.close_if_plain()
 
@@ -297,10 +297,6 @@ def _fused_paths(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
             yield module, "activation_relu_or_gelu", 0
         elif isinstance(module, nn.TransformerEncoder):
             yield module, "use_nested_tensor", False
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    return any(isinstance(each, QuantLayer) for each in module.modules())
 
 
 def _open(attention: nn.MultiheadAttention) -> None:

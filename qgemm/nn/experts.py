@@ -22,8 +22,8 @@ from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.nn.float_experts import FloatExperts, describe_experts
 from qgemm.nn.kinds import linear_class, meta_linear
 from qgemm.nn.linear_layer import NOT_FINITE, LinearLayer
-from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
+from qgemm.nn.shard import Shard, Split, Style
 from qgemm.ops import quant_experts, weight_only_experts
 from qgemm.ops.declare import to_autocast_dtype
 from qgemm.ops.direct import check_is_tensor

@@ -120,6 +120,16 @@ def describe_experts(module: nn.Module) -> FloatExperts:
     )
 
 
+def known_experts(module: nn.Module) -> FloatExperts | None:
+    """How ``module`` stores its experts; None if it has none, or in a layout that qgemm doesn't know."""
+    if all(parameter.ndim != 3 for parameter in module.parameters(recurse=False)):
+        return None
+    try:
+        return describe_experts(module)
+    except UnknownExperts:
+        return None
+
+
 def _is_dispatched(module: nn.Module) -> bool:
     # The decorator's own forward, which follows the attributes. A subclass with another one may compute anything.
     code = getattr(type(module).forward, "__code__", None)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from qgemm.kernels import quantize_rows
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.nn.linear_layer import InputScale, LinearLayer, parse_input_scale
-from qgemm.nn.parallel import Shard
 from qgemm.nn.quant_layer import frozen
+from qgemm.nn.shard import Shard
 from qgemm.numerics.formats import OPERANDS
 from qgemm.ops import quant_linear
 from qgemm.ops.declare import to_autocast_dtype

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from qgemm.kernels.checks import check_form
-from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
+from qgemm.nn.shard import Shard, Split, Style
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.groups import SCALE_DTYPES
 from qgemm.numerics.integers import cdiv

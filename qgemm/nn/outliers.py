@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from qgemm.kernels.checks import check_form, check_input
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import NOT_FINITE
-from qgemm.nn.parallel import Shard
 from qgemm.nn.quant_layer import frozen, narrowed
+from qgemm.nn.shard import Shard
 from qgemm.numerics.formats import INT8
 from qgemm.ops.declare import to_autocast_dtype
 from qgemm.scheme import QuantScheme

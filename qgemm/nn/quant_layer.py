@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from qgemm.kernels.checks import FLOAT_DTYPES
-from qgemm.nn.parallel import Shard, Split, Style
+from qgemm.nn.shard import Shard, Split, Style
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
-from qgemm.numerics.formats import FP8
+from qgemm.numerics.formats import FLOAT_DTYPES, FP8
 from qgemm.scheme import QuantScheme
 
 Layer = TypeVar("Layer", bound="QuantLayer")
@@ -273,6 +272,17 @@ class _Float8:
 
 def _from_bytes(stored: Tensor) -> nn.Parameter:
     return frozen(stored.view(FP8.storage))
+
+
+def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
+    """The quantized layers of ``model`` by all of their names."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, QuantLayer)}
+
+
+def has_quant_layers(model: nn.Module) -> bool:
+    """Whether ``model`` has quantized layers."""
+    return any(isinstance(module, QuantLayer) for module in model.modules())
 
 
 def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:

@@ -12,15 +12,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.checks import FLOAT_DTYPES
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only.int8_config import MIN_ROWS_FOR_STEPS
 from qgemm.nn.linear_layer import LinearLayer, largest
-from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import frozen, joined_rows
 from qgemm.nn.row_steps import RowSteps
+from qgemm.nn.shard import Shard, Split, Style
 from qgemm.numerics import groups
-from qgemm.numerics.formats import Format
+from qgemm.numerics.formats import FLOAT_DTYPES, Format
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
 from qgemm.ops.linear import weight_only_linear

@@ -20,6 +20,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""The floats that layers compute with."""
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MIN_SCALE = torch.finfo(torch.float32).tiny
 """The smallest scale: the smallest normal float32. A smaller one would have lost its own precision."""
 

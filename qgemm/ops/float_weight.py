@@ -24,7 +24,7 @@ def float_weight(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
 
 def _compute(*arguments: Any) -> Tensor:
     *fields, dtype = arguments
-    return dispatch.float_weight(ScaledWeight._make((*fields[:5], None, *fields[5:], False, None)), dtype)
+    return dispatch.float_weight(ScaledWeight.without_bias(*fields), dtype)
 
 
 def _fake(weight: Tensor, *others: Any) -> Tensor:

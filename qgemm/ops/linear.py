@@ -334,7 +334,7 @@ _weight_only_linear_with_gradients = _declare_layer(
     "Tensor? step=None, Tensor? residual=None) -> Tensor",
     _of_value(weight_only.weight_only_linear),
     _of_value(checks.check_weight_only_linear),
-    lambda *fields: ScaledWeight._make((*fields[:5], None, *fields[5:], False, None)),
+    ScaledWeight.without_bias,
     bias_at=6,
     residual_at=12,
     weight_at=slice(1, 6),

@@ -23,11 +23,12 @@ from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.save import Save
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
 from qgemm.model.report import QuantReport, report
-from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
+from qgemm.nn import LinearLayer, QuantExperts
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.experts import split_leaf
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear_layer import InputScale, is_conv1d
+from qgemm.nn.quant_layer import quant_layers
 from qgemm.quantize import quantize
 from qgemm.streaming.float_tensors import FloatTensor, built_float, ordered_experts
 from qgemm.streaming.loading import plan_loading
@@ -74,10 +75,9 @@ class CheckpointPlan:
 
     def text_files(self, errors: Mapping[str, float], save: Save) -> dict[str, bytes]:
         """The JSON files of the checkpoint, by name."""
-        modules = self.model.named_modules(remove_duplicate=False)
-        layers = {name: module for name, module in modules if isinstance(module, QuantLayer)}
         save.report = self.report(errors)
-        return save.text_files(self.model, Manifest.of(layers, self.ties).to_dict(), self.tensors, self.shards)
+        manifest = Manifest.of(quant_layers(self.model), self.ties)
+        return save.text_files(self.model, manifest.to_dict(), self.tensors, self.shards)
 
 
 def plan_checkpoint(
@@ -101,8 +101,7 @@ def plan_checkpoint(
     weights: dict[str, FloatWeight] = {}
     copied: dict[str, FloatTensor] = {}
     scales: dict[str, float] = {}
-    layers = [name for name, module in model.named_modules() if isinstance(module, QuantLayer)]
-    with opened_attention(loading.model, layers):
+    with opened_attention(loading.model, quant_layers(model)):
         for name in tensors:
             owner, leaf = split_name(name)
             quantized = model.get_submodule(owner)

@@ -22,10 +22,10 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.device import find_device
 from qgemm.kernels import has_int8_products
 from qgemm_cli.check import largest_errors
+from qgemm_cli.checkpoint import open_checkpoint
 from qgemm_cli.layers import StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
-from qgemm_cli.patterns import pattern_of
-from qgemm_cli.reading import open_checkpoint
+from qgemm_cli.patterns import alike, pattern_of
 from qgemm_cli.timing import QUICK, Bystanders, Effort, Pass, all_seconds, copy_count, spread
 
 # The largest relative error of a row that counts as correct, on Gaussian data: rounding causes at most half of it.
@@ -110,10 +110,10 @@ def shapes_of(path: Path) -> list[Weights]:
     ]
     if not chosen:
         raise CheckpointError(f"{path} has no linear layers to time: name sizes with --shape NxK")
-    groups: dict[tuple[int, int], list[StoredLayer]] = {}
-    for layer in chosen:
-        groups.setdefault((layer.shape[0], layer.shape[1]), []).append(layer)
-    return [Weights(_common_name(members), n, k, len(members)) for (n, k), members in groups.items()]
+    groups = alike(chosen, lambda layer: layer.shape)
+    return [
+        Weights(_common_name(members), members[0].shape[0], members[0].shape[1], len(members)) for members in groups
+    ]
 
 
 def _common_name(layers: Iterable[StoredLayer]) -> str:

@@ -15,11 +15,11 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import OpenFiles
 from qgemm.device import find_device
 from qgemm.streaming.float_tensors import FloatTensor
-from qgemm_cli.layers import MATRICES, StoredLayer, dtype_name, find_layers
+from qgemm_cli.checkpoint import Checkpoint, name_of_dtype, open_checkpoint
+from qgemm_cli.layers import MATRICES, StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.pairing import pair_weights
-from qgemm_cli.patterns import collapse, natural_order, pattern_of
-from qgemm_cli.reading import Checkpoint, open_checkpoint
+from qgemm_cli.patterns import alike, collapse, natural_order, pattern_of
 from qgemm_cli.soundness import find_problems
 from qgemm_cli.weights import ConvertedExperts
 
@@ -134,7 +134,7 @@ def _layers_by_weight(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
 
 
 def _storage(layer: StoredLayer | None, tensor: FloatTensor) -> str:
-    return layer.storage if layer is not None else dtype_name(tensor.dtype)
+    return layer.storage if layer is not None else name_of_dtype(tensor.dtype)
 
 
 def _difference(a: FloatTensor, b: FloatTensor) -> dict[str, Any]:
@@ -193,13 +193,20 @@ def _compare_over_text(
 
 
 def find_differences(document: dict[str, Any], tolerance: float | None, most_kl: float | None) -> list[str]:
-    """The reasons for exit code 1: different shapes, layers without a counterpart, and errors above the limits."""
+    """The reasons for exit code 1: different shapes, layers without a counterpart, and errors above the limits.
+
+    Of errors first their number, then one reason for each kind of layer.
+    """
     found = [f"{one['name']} has shape {one['shape']}, in A {one['shape_in_a']}" for one in document["other_shapes"]]
-    for layer in document["layers"] if tolerance is not None else ():
-        if not layer["relative_error"] <= tolerance:
-            found.append(f"{layer['name']}: relative error {layer['relative_error']:.4g}, above {tolerance:g}")
     if tolerance is not None:
-        found += [f"{name} is only in one of the two" for name in document["without_counterpart"]]
+        errors = {layer["name"]: layer["relative_error"] for layer in document["layers"]}
+        above = {name: error for name, error in errors.items() if not error <= tolerance}
+        if above:
+            found.append(f"{len(above)} of {len(errors)} tensors have a relative error above {tolerance:g}")
+        for names in alike(above, pattern_of):
+            found.append(f"{collapse(names)}: relative error {max((above[n] for n in names), key=_nan_last):.4g}")
+        lone = alike(document["without_counterpart"], pattern_of)
+        found += [f"{collapse(names)} is only in one of the two" for names in lone]
     text = document["text"]
     if text is not None and most_kl is not None and not text["mean_kl"] <= most_kl:
         found.append(f"mean divergence {text['mean_kl']:.4g}, above {most_kl:g}")
@@ -216,18 +223,15 @@ def show(document: dict[str, Any], every_layer: bool) -> None:
 
 
 def _rows(layers: list[dict[str, Any]], every_layer: bool) -> Iterator[tuple[str, ...]]:
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for layer in layers:
-        if every_layer or layer["relative_error"] != 0:
-            name = layer["name"] if every_layer else pattern_of(layer["name"])
-            groups.setdefault((name, layer["stored_as_a"], layer["stored_as_b"]), []).append(layer)
-    for (name, stored_a, stored_b), members in groups.items():
-        errors = [layer["relative_error"] for layer in members]
+    shown = [layer for layer in layers if every_layer or layer["relative_error"] != 0]
+    name_of = str if every_layer else pattern_of
+    for members in alike(shown, lambda one: (name_of(one["name"]), one["stored_as_a"], one["stored_as_b"])):
+        first, errors = members[0], [layer["relative_error"] for layer in members]
         yield (
-            printable(name if every_layer else collapse(layer["name"] for layer in members)),
+            printable(first["name"] if every_layer else collapse(layer["name"] for layer in members)),
             str(len(members)),
-            stored_a,
-            stored_b,
+            first["stored_as_a"],
+            first["stored_as_b"],
             f"{sum(errors) / len(errors):.5f}",
             f"{max(errors, key=_nan_last):.5f}",
             f"{max(layer['largest_difference'] for layer in members):.3g}",

@@ -19,10 +19,11 @@ from qgemm.checkpoint.layout import check_no_adapter, checkpoint_files
 from qgemm.checkpoint.locking import locked
 from qgemm.nn import QuantLayer
 from qgemm.streaming.companions import find_companions
+from qgemm.tables import size
 from qgemm.warn import warn_user
+from qgemm_cli.checkpoint import FLOAT, Checkpoint, open_checkpoint
 from qgemm_cli.commands.inspect import examine
-from qgemm_cli.output import print_lines, printable, size
-from qgemm_cli.reading import FLOAT, Checkpoint, open_checkpoint
+from qgemm_cli.output import print_lines, printable
 from qgemm_cli.tokenizer import has_tokenizer, tokenizer_of_gguf
 
 

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from qgemm.tables import size
+from qgemm_cli.checkpoint import Checkpoint, open_checkpoint
 from qgemm_cli.layers import BLOCKS, StoredLayer, coverage, find_layers
-from qgemm_cli.output import print_lines, print_table, printable, progress_bar, size
-from qgemm_cli.patterns import collapse, natural_order, pattern_of
-from qgemm_cli.reading import Checkpoint, open_checkpoint
+from qgemm_cli.output import print_lines, print_table, printable, progress_bar
+from qgemm_cli.patterns import alike, collapse, natural_order, pattern_of
 from qgemm_cli.refused_values import Owners, ValuesAsLoaded, find_owners
 from qgemm_cli.soundness import damaged_values, find_problems, scale_names, values_to_check
 
@@ -145,18 +146,15 @@ def _summary(document: dict[str, Any]) -> Iterable[str]:
 
 
 def _rows(layers: list[dict[str, Any]], every_layer: bool) -> Iterable[tuple[str, ...]]:
-    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
-    for layer in layers:
-        name = layer["name"] if every_layer else pattern_of(layer["name"])
-        key = (name, layer["kind"], layer["storage"], layer["scheme"], tuple(layer["shape"]))
-        groups.setdefault(key, []).append(layer)
-    for (name, kind, storage, scheme, shape), members in groups.items():
-        shown = str(name) if every_layer else collapse(layer["name"] for layer in members)
+    name_of, others = str if every_layer else pattern_of, ("kind", "storage", "scheme", "shape")
+    for members in alike(layers, lambda layer: (name_of(layer["name"]), *(str(layer[key]) for key in others))):
+        name, kind, storage, scheme, shape = (members[0][key] for key in ("name", *others))
+        shown = name if every_layer else collapse(layer["name"] for layer in members)
         yield (
             printable(shown) or "(the model itself)",
             str(len(members)),
-            str(kind),
-            f"{storage} as {scheme}" if scheme and storage in BLOCKS else str(scheme or storage),
-            " x ".join(map(str, shape)) if isinstance(shape, tuple) else "",
+            kind,
+            f"{storage} as {scheme}" if scheme and storage in BLOCKS else scheme or storage,
+            " x ".join(map(str, shape)),
             size(sum(layer["bytes"] for layer in members)),
         )

@@ -14,9 +14,10 @@ from qgemm.checkpoint.gguf import find_gguf
 from qgemm.checkpoint.layout import read_json
 from qgemm.model.selection import Pattern, SchemeChoice, shown_pattern
 from qgemm.scheme import QuantScheme
+from qgemm.tables import size
 from qgemm_cli.calibrating import Windows, check_text, parse_recipe, quantize_calibrated
-from qgemm_cli.output import print_lines, print_table, printable, size
-from qgemm_cli.patterns import collapse, pattern_of
+from qgemm_cli.output import print_lines, print_table, printable
+from qgemm_cli.patterns import alike, collapse, pattern_of
 
 
 def quantize(
@@ -47,9 +48,8 @@ def quantize(
             "qgemm convert writes a GGUF file in another format and, with --scheme, in another scheme"
         )
     _check_one_gives_scales(input_scales, statistics, recipe, text)
-    schemes: Any
     if config is None:
-        schemes = parse_schemes(scheme or ["int8"])
+        schemes: Any = parse_schemes(scheme or ["int8"])
         methods = None if recipe is None else parse_recipe(recipe)
         scales = None if input_scales is None else read_json(input_scales)
         wanted = Quantization.of(schemes, skip=skip, include=include, input_scales=scales, recipe=methods)
@@ -130,11 +130,9 @@ def parse_schemes(given: Sequence[str]) -> SchemeChoice:
 
 def show(document: dict[str, Any]) -> None:
     """Prints the document as text: a row for each kind of layer."""
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for layer in document["layers"]:
-        groups.setdefault((pattern_of(layer["name"]), layer["action"], layer["reason"]), []).append(layer)
     rows = []
-    for (_, action, reason), members in groups.items():
+    for members in alike(document["layers"], lambda one: (pattern_of(one["name"]), one["action"], one["reason"])):
+        action, reason = members[0]["action"], members[0]["reason"]
         errors = [layer["weight_error"] for layer in members if layer["weight_error"] is not None]
         rows.append(
             (

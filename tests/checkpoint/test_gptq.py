@@ -15,10 +15,10 @@ from torch import Tensor
 import qgemm
 from checkpoint.foreign import edit_quantization, edit_tensors
 from checkpoint.packers import Layer, linears, write
-from checkpoint.samples import IDS, SAMPLES, load_sample, logit_error, wrong_weights
+from checkpoint.samples import IDS, SAMPLES, layers_in, load_sample, logit_error
 from qgemm import CheckpointError
 from qgemm.checkpoint import packed_layers
-from qgemm.nn import LinearLayer, WeightOnlyLinear
+from qgemm.nn import LinearLayer
 
 SCHEMES = {
     "gptq-4bit-g128-sym": "int4",
@@ -41,12 +41,8 @@ def weight_of(layer: LinearLayer) -> Tensor:
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_samples(name: str) -> None:
-    model, warnings = load_sample(name)
-    assert warnings == []
-    layers = [layer for layer in model.modules() if isinstance(layer, WeightOnlyLinear)]
-    assert {layer.scheme.name for layer in layers} == {SCHEMES[name]}
+    layers = layers_in(SCHEMES[name], name).values()
     assert {layer.weight_scale.dtype for layer in layers} == {torch.float16}
-    assert wrong_weights(name) == []
     # The references are of float parts in float16 or float32, which the files have in bfloat16.
     assert logit_error(name) < 0.01
 

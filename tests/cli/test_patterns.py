@@ -2,7 +2,7 @@
 
 import pytest
 
-from qgemm_cli.patterns import collapse, natural_order, pattern_of, ranges
+from qgemm_cli.patterns import alike, collapse, natural_order, pattern_of, ranges
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,10 @@ from qgemm_cli.patterns import collapse, natural_order, pattern_of, ranges
 def test_collapse(names: list[str], shown: str) -> None:
     assert len({pattern_of(name) for name in names}) == 1
     assert collapse(names) == shown
+
+
+def test_alike() -> None:
+    assert alike(["a.0", "b", "a.1"], pattern_of) == [["a.0", "a.1"], ["b"]]
 
 
 def test_ranges() -> None:

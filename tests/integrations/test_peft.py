@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -363,6 +364,22 @@ def test_an_adapter_is_merged_into_the_dequantized_model() -> None:
     merged = model.merge_and_unload(safe_merge=True)
     assert not any(isinstance(module, LinearLayer | LoraQuantLinear) for module in merged.modules())
     torch.testing.assert_close(logits(merged), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("added_by", ["peft", "transformers"])
+def test_saving_with_an_adapter_warns_of_the_ways_out(added_by: str, tmp_path: Path) -> None:
+    model = quantized_llama()
+    if added_by == "peft":
+        adapted: Any = get_peft_model(model, lora())
+    else:
+        (adapted := model).add_adapter(lora())
+    with pytest.warns(UserWarning, match=r"with adapters of PEFT, .* unload\(\) .* merge_and_unload\(\)"):
+        qgemm.save_quantized(adapted, tmp_path / "adapted")
+    if added_by == "peft":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            qgemm.save_quantized(adapted.unload(), tmp_path / "unloaded")
+        qgemm.load_quantized(tmp_path / "unloaded")
 
 
 @pytest.mark.parametrize("targets", [["in_proj"], ["out_proj"], ["in_proj", "out_proj"], ["fc1"]])

@@ -31,7 +31,7 @@ from integrations.folders import BY_EXPERT, load_part
 from qgemm import QuantExperts
 from qgemm.checkpoint.safetensors_file import read_headers
 from qgemm.nn import QuantLayer
-from qgemm.nn.parallel import Shard
+from qgemm.nn.shard import Shard
 from qgemm.scheme import resolve_scheme
 
 

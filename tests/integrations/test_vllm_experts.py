@@ -14,7 +14,7 @@ import qgemm
 from integrations.vllm_engine import NEW, PROMPTS, model, tokens_of_transformers, tokens_of_vllm
 from qgemm.kernels import GPT_OSS, GatedActivation
 from qgemm.nn import QuantExperts
-from qgemm.nn.parallel import Shard
+from qgemm.nn.shard import Shard
 from qgemm.scheme import resolve_scheme
 
 pytestmark = pytest.mark.vllm

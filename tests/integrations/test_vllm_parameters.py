@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nn.test_parallel import SCHEMES, error, linear, shards
+from nn.test_shard import SCHEMES, error, linear, shards
 from torch import Tensor
 
 from qgemm.checkpoint.manifest import Manifest

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nn.test_parallel import shards
+from nn.test_shard import shards
 from torch import Tensor, nn
 
 import qgemm

@@ -15,13 +15,13 @@ def test_a_plan_prints_as_a_table() -> None:
     plan = plan_swaps(model, resolve_schemes({"a": "int4", "*": "int8"}), ["head"], [])
     plan = replace(plan, notes={"b": "budget"})
     assert str(plan).splitlines() == [
-        "layer  kind    scheme                 bytes  note",
-        "-" * 51,
-        "a      Linear  int4                16.0 KiB",
-        "b      Linear  int8                32.5 KiB  budget",
-        "head   Linear  float: output head   4.0 KiB",
-        "-" * 51,
-        "2 of 3 layers to quantize, 48.5 KiB of 52.5 KiB",
+        "layer  kind    scheme                bytes  note",
+        "-" * 50,
+        "a      Linear  int4                16.4 kB",
+        "b      Linear  int8                33.3 kB  budget",
+        "head   Linear  float: output head   4.1 kB",
+        "-" * 50,
+        "2 of 3 layers to quantize, 49.7 kB of 53.8 kB",
     ]
     assert plan.names == ["a", "b"]
     assert all(type(module) is nn.Linear for module in model.values())

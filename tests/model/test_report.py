@@ -33,14 +33,14 @@ def test_totals_of_nothing() -> None:
 def test_the_table() -> None:
     assert str(QuantReport(RECORDS)) == "\n".join(
         [
-            "layer      kind    action               before    after   error",
-            "---------------------------------------------------------------",
-            "body.up    Linear  int8                4.0 KiB  1.2 KiB  0.0061",
-            "body.down  Conv1D  int8                2.9 KiB   1000 B",
-            "head       Linear  float: output head    904 B    904 B",
-            "---------------------------------------------------------------",
+            "layer      kind    action              before    after   error",
+            "--------------------------------------------------------------",
+            "body.up    Linear  int8                4.1 kB  1.28 kB  0.0061",
+            "body.down  Conv1D  int8                  3 kB     1 kB",
+            "head       Linear  float: output head   904 B    904 B",
+            "--------------------------------------------------------------",
             "2 of 3 layers quantized, 88.7% of their bytes",
-            "7.8 KiB before, 3.1 KiB after (2.51x smaller)",
+            "8 kB before, 3.18 kB after (2.51x smaller)",
             "largest relative weight error: 0.0061",
         ]
     )
@@ -51,11 +51,12 @@ def test_the_table() -> None:
     # Each side of every unit's edge, and beyond the largest unit.
     [
         (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (2**20 - 1, "1024.0 KiB"),
-        (2**20, "1.0 MiB"),
-        (3 * 2**39, "1536.0 GiB"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (2_350_000_000, "2.35 GB"),
+        (1_500_000_000_000, "1,500 GB"),
     ],
 )
 def test_sizes_are_readable(size: int, shown: str) -> None:
@@ -93,9 +94,9 @@ WITH_RECIPE = QuantReport(
 def test_a_recipes_notes_and_errors_are_shown_and_stored() -> None:
     assert QuantReport.from_dict(json.loads(json.dumps(WITH_RECIPE.to_dict()))) == WITH_RECIPE
     lines = str(WITH_RECIPE).splitlines()
-    assert lines[0] == "layer  kind    action   before    after   error  output  note"
-    assert lines[2] == "up     Linear  int8    4.0 KiB  1.2 KiB  0.0061  0.0123  gptq: it is singular"
-    assert lines[3] == "down   Linear  int8    4.0 KiB  1.2 KiB  0.0062"
+    assert lines[0] == "layer  kind    action  before    after   error  output  note"
+    assert lines[2] == "up     Linear  int8    4.1 kB  1.28 kB  0.0061  0.0123  gptq: it is singular"
+    assert lines[3] == "down   Linear  int8    4.1 kB  1.28 kB  0.0062"
     assert lines[-1] == "recipe: smoothquant, gptq"
     assert "gptq: it is singular" in WITH_RECIPE._repr_html_()
     hash(WITH_RECIPE)

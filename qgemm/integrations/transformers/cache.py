@@ -28,9 +28,8 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSliding
 from qgemm.integrations.transformers.tokens import CacheMetadata, Seen, Tokens, UnfitAttentionError
 from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.nn.blocks.attention import CACHES
-from qgemm.numerics.formats import INT8
+from qgemm.numerics.formats import FLOAT_DTYPES, INT8
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ATTENTION = "qgemm"
 """The name of the attention that reads this cache."""
 ARGUMENT = next(

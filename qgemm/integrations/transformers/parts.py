@@ -23,7 +23,7 @@ from qgemm.checkpoint.refusal import FUSIONS_KEY
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer
 from qgemm.integrations.transformers.renaming import check_dtypes, check_files
-from qgemm.nn import QuantLayer
+from qgemm.nn.quant_layer import has_quant_layers
 
 
 def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def save_parts(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save_pretrained)
     def save_with_quantizer(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         has_one = getattr(self, "hf_quantizer", None) is not None
-        if has_one or not any(isinstance(module, QuantLayer) for module in self.modules()):
+        if has_one or not has_quant_layers(self):
             return save_pretrained(self, *args, **kwargs)
         with _lent_quantizer(self):
             return save_pretrained(self, *args, **kwargs)

@@ -33,7 +33,7 @@ from qgemm.nn.attention import close_attention
 from qgemm.nn.carry_over import share_hooks
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear_layer import is_conv1d
-from qgemm.nn.quant_layer import float_dtype
+from qgemm.nn.quant_layer import float_dtype, has_quant_layers, quant_layers
 from qgemm.quantize import quantize
 
 
@@ -155,7 +155,7 @@ class QGemmQuantizer(HfQuantizer):
         self._loaded = weakref.ref(model), _trainable(model)
         self.pre_quantized = True
         manifest = self.quantization_config.manifest
-        if not any(isinstance(module, QuantLayer) for module in model.modules()):
+        if not has_quant_layers(model):
             self.remove_quantization_config(model)  # for a part that stayed in float
             model._weight_conversions = []  # type: ignore[assignment]
             return model
@@ -179,11 +179,11 @@ class QGemmQuantizer(HfQuantizer):
             getattr(torch, dtype) if isinstance(dtype, str) else dtype
         )  # text in a saved config
         admit(model.config)
-        if any(isinstance(module, QuantLayer) and module.shard is not None for module in model.modules()):
+        layers = quant_layers(model)
+        if any(layer.shard is not None for layer in layers.values()):
             raise ValueError(
                 "this model is split among processes: save it, load it in one process, and dequantize that"
             )
-        layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
         if offloaded := [name for name, layer in layers.items() if is_offloaded(layer)]:
             raise ValueError(
                 f"{offloaded[0]} is offloaded, and only layers in memory can be dequantized: call "
@@ -240,7 +240,7 @@ def attach_quantizer(model: nn.Module, save: str | None = None) -> None:
 
 def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
     if isinstance(module, PreTrainedModel):
-        if any(isinstance(part, QuantLayer) for part in module.modules()):
+        if has_quant_layers(module):
             yield module
         return
     for child in module.children():

@@ -60,26 +60,13 @@ class QuantizedLoad:
             )
         self._files = open_files(files, manifest)
         in_files, checksums = self._files.stored, self._files.checksums
-        same_class = type(model).__name__ in (model.config.architectures or ())
         # How names in files differ from the model's; None for the class that was saved.
         self.renaming: Renaming | None = None
-        may_be_called = list(manifest.layers)
-        if not same_class:
+        if type(model).__name__ not in (model.config.architectures or ()):
             self.renaming = Renaming.find(model, in_files or [f"{name}.weight" for name in manifest.layers])
-            may_be_called = [candidate for name in manifest.layers for candidate in self.renaming.names(name)]
             self._files.report = None  # it describes the whole model
-        with opened_attention(model, may_be_called):
-            if self.renaming is not None:
-                manifest = config.manifest = _manifest_for(model, self.renaming, manifest)
-            layers = quantized_layers(model, manifest.layers, self._files.config_path)
-            if is_cut(model):
-                plan_layers(model, layers)
-            for name, layer in layers.items():
-                model.set_submodule(name, layer)
-                for parameter in layer.parameters(recurse=False):
-                    # What stays on disk is never read, and transformers would draw random numbers for it. A parameter
-                    # that no file has is made anew, without this mark.
-                    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        layers, manifest = self._put_layers(model, manifest)
+        self._manifest = config.manifest = manifest
         forget_ties(model, layers, manifest.tied)
         # transformers initializes what the files have under another name, which would overwrite a module with both
         # names.
@@ -104,7 +91,25 @@ class QuantizedLoad:
         # Float buffers that state_dict leaves out are stored too, and are put in place afterwards.
         put_later = {re.escape(min(name, names[name], key=len)) for name in transient_names(model) if name in names}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *put_later}
-        self._manifest = manifest
+
+    def _put_layers(self, model: PreTrainedModel, manifest: Manifest) -> tuple[dict[str, QuantLayer], Manifest]:
+        """Puts the layers in ``manifest`` into ``model``, without values; returns them, and the model's manifest."""
+        may_be_called = list(manifest.layers)
+        if self.renaming is not None:
+            may_be_called = [candidate for name in manifest.layers for candidate in self.renaming.names(name)]
+        with opened_attention(model, may_be_called):
+            if self.renaming is not None:
+                manifest = _manifest_for(model, self.renaming, manifest)
+            layers = quantized_layers(model, manifest.layers, self._files.config_path)
+            if is_cut(model):
+                plan_layers(model, layers)
+            for name, layer in layers.items():
+                model.set_submodule(name, layer)
+                for parameter in layer.parameters(recurse=False):
+                    # What stays on disk is never read, and transformers would draw random numbers for it. A parameter
+                    # that no file has is made anew, without this mark.
+                    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        return layers, manifest
 
     def finish(self, model: PreTrainedModel) -> None:
         """Checks what was read, and adds what transformers doesn't read; raises ``CheckpointError``."""

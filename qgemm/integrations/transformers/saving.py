@@ -18,7 +18,7 @@ from qgemm.checkpoint.stored_report import REPORT
 from qgemm.checkpoint.tensors import find_ties, stored_tensors
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.model.report import QuantReport
-from qgemm.nn import QuantLayer
+from qgemm.nn.quant_layer import QuantLayer, quant_layers
 
 
 def tensors_and_metadata(model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
@@ -51,7 +51,7 @@ def tensors_and_metadata(model: PreTrainedModel) -> tuple[dict[str, Tensor] | No
 
 def describe(model: PreTrainedModel, save: str | None) -> None:
     """Describes in the config of ``model`` what is quantized in it now, and which save contains its values."""
-    layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
+    layers = quant_layers(model)
     tensors = stored_tensors(model)
     ties = find_ties(model, tensors)
     ties.update(  # for offloaded tensors, which have no address

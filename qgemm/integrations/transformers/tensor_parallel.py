@@ -28,8 +28,8 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.blocks.binding import mark_like_class
-from qgemm.nn.parallel import Shard, Style
 from qgemm.nn.quant_layer import frozen
+from qgemm.nn.shard import Shard, Style
 
 WHOLE = "qgemm_whole"
 """The name of the style for what every process holds whole."""
@@ -272,15 +272,7 @@ def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size
         if reason := layer.why_whole(style, size, parts) or (_why_heads(model, name, layer, size) if is_open else ""):
             raise ValueError(_refusal(name, layer, styles, f"and {reason}"))
     if style == "expert":
-        others = [name for name, _ in model.named_modules() if _starred(name) == key and name not in layers]
-        if others:
-            raise ValueError(
-                f"expert parallelism would split {others[0]}, whose experts are in float, and those of {name}, which "
-                "are quantized: quantize the experts of all layers, or of none"
-            )
-        for entry in [entry for entry in plan if plan[entry] == _ROUTER]:
-            if entry.rpartition(".")[0] == key.rpartition(".")[0]:
-                plan[entry] = WHOLE  # the experts recognize their own by the router's numbers
+        _plan_router(plan, key, layers, model)
     if plan.get(key) == _DISPATCH:  # it stays, and doesn't concern parameters
         entries = sorted({f"{key}.{leaf}" for one in layers.values() for leaf, _ in one.named_parameters()})
     else:
@@ -289,6 +281,22 @@ def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size
         original = plan.get(entry, WHOLE)
         plan[entry] = f"{_OURS}_{style}_{parts}_{original}"
         ALL_PARALLEL_STYLES.register(plan[entry], _OfQuantized(style, ALL_PARALLEL_STYLES[original], parts))  # type: ignore[arg-type]
+
+
+def _plan_router(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], model: PreTrainedModel) -> None:
+    """Leaves a router whole in ``plan`` whose experts, ``layers``, are split by expert: they recognize their own.
+
+    Raises ``ValueError`` if other modules with that ``key`` hold experts in float.
+    """
+    others = [name for name, _ in model.named_modules() if _starred(name) == key and name not in layers]
+    if others:
+        raise ValueError(
+            f"expert parallelism would split {others[0]}, whose experts are in float, and those of {[*layers][-1]}, "
+            "which are quantized: quantize the experts of all layers, or of none"
+        )
+    for entry in [entry for entry in plan if plan[entry] == _ROUTER]:
+        if entry.rpartition(".")[0] == key.rpartition(".")[0]:
+            plan[entry] = WHOLE
 
 
 def _why_heads(model: PreTrainedModel, name: str, layer: QuantLayer, size: int) -> str:

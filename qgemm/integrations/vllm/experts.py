@@ -19,8 +19,8 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from qgemm.integrations.vllm.parameters import is_missing, no_scale, take_dtype
 from qgemm.kernels.activations import GPT_OSS, GatedActivation
 from qgemm.nn.experts import QuantExperts, compute_experts, expert_weights, split_leaf
-from qgemm.nn.parallel import Shard
 from qgemm.nn.quant_layer import frozen
+from qgemm.nn.shard import Shard
 from qgemm.scheme import QuantScheme
 
 # By vLLM's names.

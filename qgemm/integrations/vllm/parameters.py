@@ -24,12 +24,12 @@ from vllm.model_executor.parameter import (
 from qgemm.integrations.vllm.names import FOLDED_BIAS, STEP
 from qgemm.integrations.vllm.sizes import Sizes
 from qgemm.nn.linear_layer import LinearLayer
-from qgemm.nn.parallel import Shard, Split
 from qgemm.nn.quant_layer import frozen
 from qgemm.nn.row_steps import found_steps
+from qgemm.nn.shard import Shard, Split
 from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.formats import FLOAT_DTYPES
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _NO_SCALE = {torch.uint8: 255, torch.float8_e4m3fn: 127}
 """NaN as e8m0 and e4m3."""
 
@@ -80,7 +80,7 @@ def _along_both(kind: Any, options: dict[str, Any]) -> Any:
 
 def _unknown(name: str, data: Tensor, linear: LinearLayer) -> Tensor:
     """Values that show that nothing was loaded, if there are such; no value may index beyond a tensor."""
-    if data.dtype in _FLOATS:
+    if data.dtype in FLOAT_DTYPES:
         return data.fill_(torch.nan)
     if name in linear.scale_names:
         return data.view(torch.uint8).fill_(no_scale(data.dtype)).view(data.dtype)
@@ -106,7 +106,7 @@ def take_dtype(parameter: Any, value: Tensor, name: str) -> None:
     """Gives ``parameter`` a dtype that holds ``value`` from the files; raises ``ValueError`` if that isn't a float."""
     known = parameter.data
     if value.dtype != known.dtype:
-        if not {value.dtype, known.dtype} <= set(_FLOATS):
+        if not {value.dtype, known.dtype} <= set(FLOAT_DTYPES):
             raise ValueError(f"{name} is {value.dtype} in the files, but the layer has {known.dtype}")
         is_new = bool(known.isnan().all())
         parameter.data = known.to(value.dtype if is_new else torch.promote_types(known.dtype, value.dtype))
@@ -175,7 +175,7 @@ def is_missing(value: Tensor, is_scale: bool) -> bool:
     if is_scale and value.dtype in _NO_SCALE:
         mask = _NO_SCALE[value.dtype]
         return bool((value.view(torch.uint8) & mask == mask).any())
-    return value.dtype in _FLOATS and bool(value.isnan().any())
+    return value.dtype in FLOAT_DTYPES and bool(value.isnan().any())
 
 
 def no_scale(dtype: torch.dtype) -> int:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.attention.call import AttentionCall, PagedCall, StoreCall
-from qgemm.kernels.checks import FLOAT_DTYPES, check_form, check_same_device, check_strided, conversion, names_of
-from qgemm.numerics.formats import INT8
+from qgemm.kernels.checks import check_form, check_same_device, check_strided, conversion, names_of
+from qgemm.numerics.formats import FLOAT_DTYPES, INT8
 
 MAX_QUERIES = 16  # positions of a sequence that decode_attention accepts at a time
 MAX_HEAD_SIZE = 512
@@ -27,12 +27,9 @@ def check_decode_attention(call: AttentionCall) -> None:
             f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; k and v must be [{B}, Hkv, L, {D}], "
             "as q is [B, S, Hq, D]"
         )
-    if Hq % Hkv:
-        raise ValueError(f"q has {Hq} heads and k has {Hkv}: q's must be a multiple of k's")
     if S > MAX_QUERIES:
         raise ValueError(f"q has {S} positions; decode_attention takes {MAX_QUERIES} at most: {_TAKES_MORE}")
-    if D > MAX_HEAD_SIZE:
-        raise ValueError(f"q has heads of {D} values; decode_attention takes {MAX_HEAD_SIZE} at most: {_TAKES_MORE}")
+    _check_heads("decode_attention", Hq, Hkv, D)
     for name, tensor, values_scale in (("k", k, k_scale), ("v", v, v_scale)):
         _check_cached(name, tensor, values_scale, q.dtype)
     for name, index in (("length", length), ("start", start)):
@@ -44,6 +41,13 @@ def check_decode_attention(call: AttentionCall) -> None:
     if not 0 < max_length <= L:
         raise ValueError(f"max_length is {max_length}; it must be from 1 to k's length, {L}")
     check_same_device(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, length=length, start=start, sinks=sinks)
+
+
+def _check_heads(function: str, Hq: int, Hkv: int, D: int) -> None:
+    if Hq % Hkv:
+        raise ValueError(f"q has {Hq} heads and k has {Hkv}: q's must be a multiple of k's")
+    if D > MAX_HEAD_SIZE:
+        raise ValueError(f"q has heads of {D} values; {function} takes {MAX_HEAD_SIZE} at most: {_TAKES_MORE}")
 
 
 def _check_cached(name: str, cached: Tensor, scale: Tensor | None, dtype: torch.dtype, of: str = "q") -> None:
@@ -84,10 +88,7 @@ def check_paged_attention(call: PagedCall) -> None:
     (_, Hq, D), Hkv = q.shape, k.shape[-2]
     if k.shape[-1] != D:
         raise ValueError(f"q has heads of {D} values and k and v of {k.shape[-1]}: they must be of one size")
-    if Hq % Hkv:
-        raise ValueError(f"q has {Hq} heads and k has {Hkv}: q's must be a multiple of k's")
-    if D > MAX_HEAD_SIZE:
-        raise ValueError(f"q has heads of {D} values; paged_attention takes {MAX_HEAD_SIZE} at most: {_TAKES_MORE}")
+    _check_heads("paged_attention", Hq, Hkv, D)
     for name, tensor, scale in (("k", k, k_scale), ("v", v, v_scale)):
         _check_cached(name, tensor, scale, q.dtype)
     _check_starts("query_starts", query_starts)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.checks import (
-    FLOAT_DTYPES,
     GROUP_SCALE_DTYPES,
     check_form,
     check_length,
@@ -19,7 +18,7 @@ from qgemm.kernels.checks import (
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.blocks import BLOCK
-from qgemm.numerics.formats import FORMATS, FP8, INT8, OPERANDS
+from qgemm.numerics.formats import FLOAT_DTYPES, FORMATS, FP8, INT8, OPERANDS
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
 

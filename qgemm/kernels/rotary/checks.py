@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from qgemm.kernels.checks import FLOAT_DTYPES, check_form, check_same_device, check_strided, conversion, names_of
+from qgemm.kernels.checks import check_form, check_same_device, check_strided, conversion, names_of
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.rotary.call import VALUES, KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
-from qgemm.numerics.formats import INT8
+from qgemm.numerics.formats import FLOAT_DTYPES, INT8
 
 
 def check_rotary_angles(positions: Tensor, frequencies: Tensor, layout: str, dtype: torch.dtype) -> int:

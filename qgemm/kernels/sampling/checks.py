@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, names_of
+from qgemm.kernels.checks import check_same_device, names_of
 from qgemm.kernels.sampling.choice import Choice
+from qgemm.numerics.formats import FLOAT_DTYPES
 
 
 def check_choose_tokens(choice: Choice) -> None:

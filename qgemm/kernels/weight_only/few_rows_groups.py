@@ -34,7 +34,7 @@ def factors_layout(tile, count):
 
 
 @constexpr_function
-def is_biased(form, tile, dtype):
+def is_left_to_ones(form, tile, dtype):
     """Whether the offset of low nibbles is left to the product with ones, which is cheaper for few columns."""
     return form.name == "int4" and dtype == gl.bfloat16 and tile.columns == 8 and tile.biased
 
@@ -131,7 +131,7 @@ def add_groups(acc, blocks, slot, ones, DTYPE: gl.constexpr, FORM: gl.constexpr,
     FORMAT: gl.constexpr = FORM.name
     COUNT: gl.constexpr = BLOCK // FORM.group  # groups of half a block
     WORDS: gl.constexpr = words_of_thread(FORM)
-    BIASED: gl.constexpr = is_biased(FORM, TILE, DTYPE)
+    BIASED: gl.constexpr = is_left_to_ones(FORM, TILE, DTYPE)
     mma: gl.constexpr = acc.type.layout
     al: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     bl: gl.constexpr = gl.DotOperandLayout(1, mma, 2)

@@ -33,6 +33,7 @@ from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.steps import NormStep, read
+from qgemm.numerics.formats import FLOAT_DTYPES
 from qgemm.ops.norms import add_norm_quantize
 from qgemm.ops.rotary import rotate
 
@@ -42,7 +43,6 @@ TEXT_TOKENS = 512
 """The number of a text's tokens where tokens of an image stand before them."""
 
 _VECTORS = 6  # of a time step: shift, scale and gate of attention, and of the MLP
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class FusedCrossBlock(DiffusionBlock):
         B, S, K = x.shape
         if x.dtype != text.dtype or len(text) != B or time.shape[:-2] not in ((B,), (B, S)):
             return False
-        if time.dtype not in _FLOATS or time.shape[-2:] != (_VECTORS, K):
+        if time.dtype not in FLOAT_DTYPES or time.shape[-2:] != (_VECTORS, K):
             return False
         if len(self.sources) > 1 and text.shape[1] <= TEXT_TOKENS:
             return False

@@ -35,7 +35,7 @@ from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize_and_rea
 
 Form = Literal["in a row", "side by side", "norms last", "alone"]
 
-MAX_FLOAT16 = torch.finfo(torch.float16).max - 1000
+MAX_OUTPUT = torch.finfo(torch.float16).max - 1000
 """Encoders of transformers limit their layers' outputs to this."""
 MAX_SMALL_ROWS = 16
 """Up to this many rows, the output projection adds the residual."""
@@ -110,7 +110,7 @@ class FusedLayer(FusedModule):
     - ``multiplier``: a factor of each branch, applied before the residual is added; ``residual_first``: for branches
       side by side, whether each is added to the residual in turn, or first to each other.
     - ``scale``: a factor of the layer's output: its module, and its name there; or None.
-    - ``limited``: whether the output is limited in float16, to ``MAX_FLOAT16``.
+    - ``limited``: whether the output is limited in float16, to ``MAX_OUTPUT``.
     - ``crosses``: whether a branch is attention to an encoder.
     - ``defaults``: the arguments of ``forward`` after the first, by name and in order.
     - ``returned``: how many values ``forward`` returns in a tuple: the output, and attention's weights, which are None;
@@ -177,7 +177,7 @@ class FusedLayer(FusedModule):
     def __call__(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         """The layer's output for ``x [B, S, K]``."""
         out = self._compute(x, operands, context)
-        return out.clamp(-MAX_FLOAT16, MAX_FLOAT16) if self.limited and out.dtype == torch.float16 else out
+        return out.clamp(-MAX_OUTPUT, MAX_OUTPUT) if self.limited and out.dtype == torch.float16 else out
 
     def _compute(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         if self.form == "in a row":

@@ -14,8 +14,8 @@ from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.linear import QuantLinear, quantize_together
 from qgemm.nn.linear_layer import LinearLayer
-from qgemm.nn.parallel import Shard
 from qgemm.nn.row_steps import found_steps
+from qgemm.nn.shard import Shard
 from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.ops import block_scaled_linear, quant_linear
 from qgemm.ops.linear import multiply, weight_only_linear

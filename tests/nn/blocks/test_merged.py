@@ -16,7 +16,7 @@ from torch import nn
 from qgemm import QuantLinear
 from qgemm.nn import linear_class
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
-from qgemm.nn.parallel import Shard, Style
+from qgemm.nn.shard import Shard, Style
 from qgemm.ops import quant_linear
 
 SIZES = (64, 32, 48)

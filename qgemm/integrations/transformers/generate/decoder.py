@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from qgemm.integrations.transformers.generate.contexts import Context
-from qgemm.integrations.transformers.generate.reading import Reader
+from qgemm.integrations.transformers.generate.reader import Reader
 from qgemm.integrations.transformers.generate.sampling import Progress, Sampler
 from qgemm.numerics.integers import round_up
 from qgemm.replay.graphs import GraphMemory, Replayed

@@ -16,7 +16,7 @@ from transformers.generation import logits_process as processors
 
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.stopping import Stops
-from qgemm.kernels.checks import FLOAT_DTYPES
+from qgemm.numerics.formats import FLOAT_DTYPES
 
 # They only read the scores, and never wait for the device.
 _OF_SCORES_ALONE = (

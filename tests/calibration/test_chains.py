@@ -16,8 +16,8 @@ from families.mixtures import MIXTURES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from qgemm.calibration import blocks
-from qgemm.calibration.blocks import Chain, capture, find_chains
+from qgemm.calibration import chains as module
+from qgemm.calibration.chains import Chain, capture, find_chains
 from qgemm.calibration.hooks import without_cache
 from qgemm.calibration.method import Call
 from qgemm.model.selection import select_layers
@@ -364,11 +364,11 @@ def test_batches_that_take_another_way() -> None:
 
 
 def digests_of(x: Tensor) -> Any:
-    return blocks._digest(x)
+    return module._digest(x)
 
 
 def test_tensors_are_compared_by_all_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_PIECE", 24)
+    monkeypatch.setattr(module, "_PIECE", 24)
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64):
         x = torch.arange(35).reshape(5, 7).to(dtype)
         assert digests_of(x) == digests_of(x.clone()) == digests_of(x.t().contiguous().t())

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qgemm.checkpoint import fp8, modelopt, quark
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
@@ -103,8 +105,7 @@ class Checkpoint:
         """How the values of a tensor in the files are stored: a dtype, or a type of GGUF's blocks."""
         if self.gguf is not None and self.gguf.types[name].is_quantized:
             return self.gguf.types[name].name
-        dtype = self.stored[name].dtype
-        return "unknown" if dtype is None else dtype_name(dtype)
+        return name_of_dtype(self.stored[name].dtype)
 
     @contextmanager
     def open_source(self) -> Iterator[Source]:
@@ -117,6 +118,11 @@ class Checkpoint:
         else:
             with open_source(self.folder) as source:
                 yield source
+
+
+def name_of_dtype(dtype: torch.dtype | None) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``; ``"unknown"`` for a dtype that PyTorch doesn't have."""
+    return "unknown" if dtype is None else dtype_name(dtype)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

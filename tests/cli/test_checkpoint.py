@@ -8,7 +8,7 @@ import pytest
 from checkpoint.test_recognition import SAMPLES_ALONE, contents_of, without_settings
 
 from qgemm import CheckpointError
-from qgemm_cli.reading import open_checkpoint
+from qgemm_cli.checkpoint import open_checkpoint
 
 
 @pytest.mark.parametrize("name", SAMPLES_ALONE)

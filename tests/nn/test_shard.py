@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from qgemm.nn import QuantExperts, QuantLayer
 from qgemm.nn.kinds import linear_class
-from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import frozen
+from qgemm.nn.shard import Shard, Split, Style
 from qgemm.scheme import resolve_scheme
 
 SIZE = 2
