@@ -183,7 +183,7 @@ class QuantExperts(QuantLayer):
         return layer
 
     @staticmethod
-    def like(experts: nn.Module, source: FloatExperts, scheme: str | QuantScheme = "int8") -> QuantExperts:
+    def like(experts: nn.Module, source: FloatExperts, scheme: str | QuantScheme) -> QuantExperts:
         """A module on meta with the sizes of ``experts``, which ``source`` describes, without values."""
         kind = QuantSortedExperts if source.takes_sorted_rows else QuantExperts
         layer = kind(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoint.rewriting import edited
 from families import FAMILIES
 from torch import nn
 
@@ -138,10 +139,8 @@ def test_recipes_of_others(recipe: Any, message: str | None, tmp_path: Path) -> 
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     qgemm.quantize_model(model, recipe=[MSEWeights()])
     qgemm.save_quantized(model, tmp_path)
-    path = tmp_path / "qgemm_report.json"
-    values = json.loads(path.read_text())
-    values["report"]["recipe"] = recipe
-    path.write_text(json.dumps(values))
+    with edited(tmp_path / "qgemm_report.json") as values:
+        values["report"]["recipe"] = recipe
     source = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     if message is not None:
         with pytest.raises(qgemm.CheckpointError, match=message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from checkpoint.rewriting import rewrite_file
+from checkpoint.rewriting import edited, rewrite_file
 
 IDS = torch.arange(48).reshape(3, 16)
 
@@ -33,10 +32,8 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 
 def edit_quantization(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    edit(config["quantization_config"])
-    path.write_text(json.dumps(config))
+    with edited(folder / "config.json") as config:
+        edit(config["quantization_config"])
 
 
 def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:

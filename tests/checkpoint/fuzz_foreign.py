@@ -5,7 +5,6 @@ Here are those of compressed-tensors, fp8, ModelOpt and bitsandbytes' int8; ``fu
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from checkpoint.fuzz_foreign_breaks import FOREIGN_BREAKS
 from checkpoint.fuzz_models import CONFIG, INDEX, FuzzNet, Good, load_saved, quantized_fuzz_net, quantized_llama
 from checkpoint.fuzz_packed import make_packed
-from checkpoint.rewriting import set_save
+from checkpoint.rewriting import edited, set_save
 from qgemm import QuantExperts, QuantLinear
 from qgemm.checkpoint import compressed_tensors_writer, save_quantized
 from qgemm.nn import linear_class
@@ -50,9 +49,8 @@ def make_foreign(folder: Path) -> list[Good]:
     ):
         save_quantized(net_of(scheme), folder / name, format="compressed-tensors")
         edit_shards(folder / name, partial(renamed, rename))
-        path = folder / name / CONFIG
-        own = {"quant_method": name, **quantization}
-        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": own}))
+        with edited(folder / name / CONFIG) as config:
+            config["quantization_config"] = {"quant_method": name, **quantization}
         made.append(good_foreign(folder / name, OneNet, from_compressed_tensors))
     _write_mixture(quantized_mixture(), folder / "mixture")
     made.append(good_foreign(folder / "mixture", None, mixture_from_compressed_tensors))
@@ -62,9 +60,9 @@ def make_foreign(folder: Path) -> list[Good]:
     ):
         save_quantized(model, folder / name, max_shard_size=shard_size, format="compressed-tensors")
         edit_shards(folder / name, _to_bitsandbytes)
-        path = folder / name / CONFIG
-        quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
-        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+        own = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
+        with edited(folder / name / CONFIG) as config:
+            config["quantization_config"] = own
         made.append(good_foreign(folder / name, build, from_bitsandbytes))
     return made + make_packed(folder, FOREIGN_BREAKS)
 
@@ -156,10 +154,9 @@ def _write_mixture(model: nn.Module, folder: Path) -> None:
                 own = part[:, None] if suffix else part
                 tensors[f"{experts}.{number}.{leaf}_proj.weight{suffix or ''}"] = own.contiguous()
     (folder / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
-    path = folder / CONFIG
     linear = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
-    quantization = compressed_tensors_writer.quantization_config(model, linear)  # type: ignore[arg-type]
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+    with edited(folder / CONFIG) as config:
+        config["quantization_config"] = compressed_tensors_writer.quantization_config(model, linear)  # type: ignore[arg-type]
 
 
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_scale)?")
@@ -199,7 +196,8 @@ def edit_shards(folder: Path, edit: Callable[[str, Tensor], Tensors]) -> None:
         path.write_bytes(save(tensors, {"format": "pt"}))
         places.update(dict.fromkeys(tensors, path.name))
     if index.exists():
-        index.write_text(json.dumps({**json.loads(index.read_text()), "weight_map": places}))
+        with edited(index) as values:
+            values["weight_map"] = places
     for path in (index, folder / CONFIG):
         if path.exists():
             set_save(path, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from checkpoint.fuzz_foreign import OneNet, edit_shards, from_compressed_tensors, good_foreign, net_of, renamed
 from checkpoint.fuzz_models import CONFIG, Good
+from checkpoint.rewriting import edited
 from qgemm.checkpoint import save_quantized
 
 Tensors = dict[str, Tensor]
@@ -40,15 +40,13 @@ def make_fp8(folder: Path) -> list[Good]:
         edit_shards(folder / name, partial(renamed, leaves))
         if name != "fbgemm" and "mxfp" not in scheme:
             edit_shards(folder / name, _of_the_whole_tensor)
-        path = folder / name / CONFIG
-        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+        with edited(folder / name / CONFIG) as config:
+            config["quantization_config"] = quantization
         made.append(good_foreign(folder / name, OneNet, from_compressed_tensors))
     save_quantized(net_of("int8-static"), folder / "shifted", format="compressed-tensors")
     edit_shards(folder / "shifted", _with_a_zero_point)
-    path = folder / "shifted" / CONFIG
-    config = json.loads(path.read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["symmetric"] = False
-    path.write_text(json.dumps(config))
+    with edited(folder / "shifted" / CONFIG) as config:
+        config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["symmetric"] = False
     return [*made, good_foreign(folder / "shifted", OneNet, from_shifted)]
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, SAVE
+
+
+@contextmanager
+def edited(path: Path) -> Iterator[Any]:
+    """What a JSON file holds, which is written back as the block leaves it."""
+    values = json.loads(path.read_text())
+    yield values
+    path.write_text(json.dumps(values))
 
 
 def rewrite_file(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
@@ -36,16 +47,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 def set_save(path: Path, save: str | None) -> None:
     """Writes another id, or none, into a config, an index, a report or a file with tensors."""
     if path.suffix == ".json":
-        values = json.loads(path.read_text())
-        place, key = values, "save"
-        if path.name == "config.json":
-            place = values["quantization_config"]
-        elif path.name.endswith(".index.json"):
-            place, key = values["metadata"], SAVE
-        place.pop(key, None)
-        if save is not None:
-            place[key] = save
-        path.write_text(json.dumps(values))
+        with edited(path) as values:
+            place, key = values, "save"
+            if path.name == "config.json":
+                place = values["quantization_config"]
+            elif path.name.endswith(".index.json"):
+                place, key = values["metadata"], SAVE
+            place.pop(key, None)
+            if save is not None:
+                place[key] = save
         return
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import qgemm
 from checkpoint.foreign import edit_quantization, edit_tensors, logits, needs_the_library, relative
 from checkpoint.models import tiny_llama
+from checkpoint.rewriting import edited
 from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError
 
@@ -172,15 +173,11 @@ def test_scales_of_a_wide_layer_take_no_more_memory_than_they_have_values(folder
 
 
 def test_older_configs(folder: Path) -> None:
-    import json
-
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["torch_dtype"] = config.pop("dtype")
-    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
-    del weights["strategy"], weights["type"], weights["symmetric"]
-    weights["group_size"] = -1
-    path.write_text(json.dumps(config))
+    with edited(folder / "config.json") as config:
+        config["torch_dtype"] = config.pop("dtype")
+        weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+        del weights["strategy"], weights["type"], weights["symmetric"]
+        weights["group_size"] = -1
     edit_tensors(folder, lambda t: t.update({f"{LAYER}.weight_zero_point": torch.zeros(32, 1, dtype=torch.int8)}))
     assert isinstance(qgemm.load_quantized(folder).get_submodule(LAYER), QuantLinear)
 

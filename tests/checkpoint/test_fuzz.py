@@ -19,7 +19,7 @@ from torch import Tensor
 from checkpoint import fuzz
 from checkpoint.fuzz_breaks import Case, Change
 from checkpoint.fuzz_models import CONFIG, INDEX, FuzzNet, Good, make_good, output_of, quantized_fuzz_net
-from checkpoint.rewriting import rewrite_file
+from checkpoint.rewriting import edited, rewrite_file
 from qgemm.checkpoint import CheckpointError, layout, load_quantized, save_quantized
 from qgemm.checkpoint.checksum import checksum
 from qgemm.checkpoint.name_ranges import expand
@@ -148,9 +148,8 @@ def net_folder(tmp_path: Path) -> Path:
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    values = json.loads(path.read_text())
-    change(values)
-    path.write_text(json.dumps(values))
+    with edited(path) as values:
+        change(values)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

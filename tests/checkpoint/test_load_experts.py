@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import qgemm
 from checkpoint.foreign import edit_quantization, edit_tensors
-from checkpoint.rewriting import rewrite_file
+from checkpoint.rewriting import edited, rewrite_file
 from qgemm import CheckpointError, QuantExperts
 from qgemm.checkpoint.name_ranges import expand
 from qgemm.scheme import SCHEMES
@@ -35,9 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 def in_config(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        values = json.loads((folder / "config.json").read_text())
-        change(values)
-        (folder / "config.json").write_text(json.dumps(values))
+        with edited(folder / "config.json") as values:
+            change(values)
 
     return damage
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
-from checkpoint.rewriting import rewrite_file
+from checkpoint.rewriting import edited, rewrite_file
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
 from qgemm.checkpoint.name_ranges import expand
 from qgemm.checkpoint.pretrained import _config_class
@@ -31,14 +31,12 @@ def in_json(file: str, *path: str, value: Any) -> Damage:
     """Sets what lies at ``path`` in a JSON file; ``...`` removes it."""
 
     def damage(folder: Path) -> None:
-        values = json.loads((folder / file).read_text())
-        place = values
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value
-        if value is ...:
-            del place[path[-1]]
-        (folder / file).write_text(json.dumps(values))
+        with edited(folder / file) as place:
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = value
+            if value is ...:
+                del place[path[-1]]
 
     return damage
 

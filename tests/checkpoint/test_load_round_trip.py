@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DbrxConfig, DbrxForCausalLM
 
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
+from checkpoint.rewriting import edited
 from checkpoint.samples import SAMPLES
 from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError, load_quantized, requantize, save_quantized
@@ -149,9 +150,8 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_a_config_without_dtype(tmp_path: Path) -> None:
     model = FAMILIES["llama"]().model.to(torch.bfloat16)
     save_quantized(quantize_model(model), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    with edited(tmp_path / "config.json") as config:
+        del config["dtype"]
     loaded: Any = load_quantized(tmp_path)
     assert loaded.config.dtype == torch.bfloat16
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())

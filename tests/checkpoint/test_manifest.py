@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import qgemm
-from checkpoint.rewriting import save_of, set_save
+from checkpoint.rewriting import edited, save_of, set_save
 from checkpoint.savers import savers
 from qgemm import CheckpointError, load_quantized, save_quantized
 from qgemm.checkpoint import load, save
@@ -122,8 +122,8 @@ def test_a_report_that_is_not_there(folder: Path) -> None:
     [("fine", "report must be an object"), ({"x": 1}, "report can't be read"), (None, "report must be an object")],
 )
 def test_a_report_that_is_none(values: Any, problem: str, folder: Path) -> None:
-    text = json.loads((folder / REPORT).read_text())
-    (folder / REPORT).write_text(json.dumps({**text, "report": values}))
+    with edited(folder / REPORT) as written:
+        written["report"] = values
     with pytest.raises(CheckpointError, match=rf"qgemm_report\.json: {problem}"):
         load_quantized(folder, model=empty)
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import qgemm
+from checkpoint.rewriting import edited
 from checkpoint.samples import SAMPLES, load_sample, logit_error, wrong_weights
 from qgemm import CheckpointError
 
@@ -30,9 +31,8 @@ def test_the_sample() -> None:
 
 def test_its_own_config_alone(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(SAMPLES / NAME, tmp_path / "copy"))
-    config = json.loads((folder / "config.json").read_text())
-    own = config.pop("quantization_config")
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited(folder / "config.json") as config:
+        own = config.pop("quantization_config")
     text = {"producer": own["producer"], "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
     (folder / "hf_quant_config.json").write_text(json.dumps(text))
     with pytest.warns(UserWarning, match="asks for fp4"):

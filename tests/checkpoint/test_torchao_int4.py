@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import qgemm
 from checkpoint.packers import linears
+from checkpoint.rewriting import edited
 from checkpoint.samples import layers_in, logit_error
 from checkpoint.test_torchao import attributes, write
 from qgemm import CheckpointError
@@ -115,8 +115,8 @@ def test_experts(symmetric: str | None, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {f"{name}.weight": int4() for name in names})
     model.config.architectures = ["MixtralForCausalLM"]
     model.config.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "torchao"}}))
+    with edited(tmp_path / "config.json") as config:
+        config["quantization_config"] = {"quant_method": "torchao"}
     layer = qgemm.load_quantized(tmp_path).model.layers[0].mlp.experts
     assert layer.scheme.name == "int4-32-float-zeros"
     assert layer.down_proj_zero_point.dtype == torch.bfloat16

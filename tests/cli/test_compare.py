@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import transformers
 from checkpoint.foreign import edit_tensors
 from checkpoint.models import tiny_llama
+from checkpoint.rewriting import edited
 from checkpoint.samples import SAMPLES
 from checkpoint.test_bitsandbytes import float_model, write_by_layout
 from safetensors.torch import load_file, save_file
@@ -156,8 +156,8 @@ def test_experts_of_other_libraries(tmp_path: Path) -> None:
 def test_a_weight_that_only_one_has_is_above_every_tolerance(float_folder: Path, int8_folder: Path) -> None:
     names = [name for name in load_file(float_folder / "model.safetensors") if "layers.1." in name]
     edit_tensors(float_folder, lambda tensors: [tensors.pop(name) for name in names])
-    config = json.loads((float_folder / "config.json").read_text())
-    (float_folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with edited(float_folder / "config.json") as config:
+        config["num_hidden_layers"] = 1
     for a, b in ((float_folder, int8_folder), (int8_folder, float_folder)):
         found = run_json("compare", a, b, "--tolerance", 0.1, exit_code=1)
         weights = sorted(name for name in names if "proj" in name)
@@ -391,8 +391,7 @@ def test_what_cannot_be_compared(float_folder: Path, int8_folder: Path, tmp_path
     packed[f"{UP}.qzeros"] = torch.zeros(1, 5, dtype=torch.int32)
     gptq = write_checkpoint(tmp_path / "gptq", packed, {"quant_method": "gptq", "bits": 3})
     assert "is stored as int3" in run_failing("compare", float_folder, gptq)
-    config = json.loads((int8_folder / "config.json").read_text())
-    layers = config["quantization_config"]["layers"]
-    layers["int8"] = [name for name in expand(layers["int8"]) if name != UP]
-    (int8_folder / "config.json").write_text(json.dumps(config))
+    with edited(int8_folder / "config.json") as config:
+        layers = config["quantization_config"]["layers"]
+        layers["int8"] = [name for name in expand(layers["int8"]) if name != UP]
     assert "single file" in run_failing("compare", float_folder, next(int8_folder.glob("*.safetensors")))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.foreign import edit_tensors
-from checkpoint.rewriting import rewrite_file
+from checkpoint.rewriting import edited, rewrite_file
 from checkpoint.samples import SAMPLES, every_sample, reference_weights
 from safetensors.torch import load_file
 from torch import Tensor
@@ -290,15 +290,13 @@ def test_a_folder_its_index_and_one_file(int8_folder: Path) -> None:
 
 
 def edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
-    values = json.loads((folder / INDEX).read_text())
-    edit(values["weight_map"])
-    (folder / INDEX).write_text(json.dumps(values))
+    with edited(folder / INDEX) as values:
+        edit(values["weight_map"])
 
 
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    edit(values)
-    (folder / "config.json").write_text(json.dumps(values))
+    with edited(folder / "config.json") as values:
+        edit(values)
 
 
 def unlist(config: dict[str, Any]) -> None:
@@ -498,6 +496,5 @@ def test_what_does_not_go_into_the_model_is_refused(tmp_path: Path) -> None:
     found = run_json("inspect", folder)
     assert (found["loads"], found["refusal"], found["problems"]) == (False, str(caught.value), [])
     # Of a model that isn't transformers', nobody knows its tensors.
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Another"]}))
+    edit_config(folder, lambda config: config.update(architectures=["Another"]))
     assert run_json("inspect", folder)["loads"]

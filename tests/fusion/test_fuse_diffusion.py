@@ -256,6 +256,14 @@ def test_what_needs_the_class_goes_to_it(computed: list[str]) -> None:
     assert len(computed) == 2
 
 
+def assert_call(block: nn.Module, given: dict[str, Any], is_fused: bool, computed: list[str]) -> None:
+    """The block computes what its class does, by the fused functions or not."""
+    had = len(computed)
+    with torch.no_grad():
+        torch.testing.assert_close(block(**given), type(block).forward(block, **given), rtol=1e-4, atol=1e-4)
+    assert len(computed) - had == is_fused
+
+
 def test_calls_of_wans_block_that_its_class_computes(computed: list[str]) -> None:
     block = quantize_model(wan_with_image()[0], fuse=True).blocks[0]
     angles = torch.rand(2, 1, 12, 1, 32).repeat_interleave(2, dim=-1)[..., :32].unbind()
@@ -267,10 +275,7 @@ def test_calls_of_wans_block_that_its_class_computes(computed: list[str]) -> Non
         ({"rotary_emb": tuple(each.double() for each in angles)}, False),
         ({"encoder_hidden_states": known["encoder_hidden_states"][:, 3:], "rotary_emb": angles}, False),
     ):
-        given, had = {**known, **change}, len(computed)
-        with torch.no_grad():
-            torch.testing.assert_close(block(**given), type(block).forward(block, **given), rtol=1e-4, atol=1e-4)
-        assert len(computed) - had == is_fused
+        assert_call(block, {**known, **change}, is_fused, computed)
 
 
 def test_calls_of_blocks_of_stable_diffusion_xl_that_their_class_computes(computed: list[str]) -> None:
@@ -284,10 +289,7 @@ def test_calls_of_blocks_of_stable_diffusion_xl_that_their_class_computes(comput
         ({"encoder_attention_mask": random(2, 2, TEXT).flatten(0, 1)[:, None]}, False),  # of heads
         ({"cross_attention_kwargs": {"gligen": {"objs": random(2, 3, 48)}}}, False),
     ):
-        given, had = {**known, **change}, len(computed)
-        with torch.no_grad():
-            torch.testing.assert_close(block(**given), type(block).forward(block, **given), rtol=1e-4, atol=1e-4)
-        assert len(computed) - had == is_fused
+        assert_call(block, {**known, **change}, is_fused, computed)
     block.set_chunk_feed_forward(6, dim=1)
     block(**known)
     assert len(computed) == 2
@@ -309,10 +311,7 @@ def test_calls_of_blocks_of_flux_2_that_their_class_computes(computed: list[str]
         (model.single_transformer_blocks[0], single, {"hidden_states": image, "encoder_hidden_states": text}, False),
         (model.single_transformer_blocks[0], single, {"split_hidden_states": True, "text_seq_len": TEXT}, False),
     ):
-        given, had = {**known, **change}, len(computed)
-        with torch.no_grad():
-            torch.testing.assert_close(block(**given), type(block).forward(block, **given), rtol=1e-4, atol=1e-4)
-        assert len(computed) - had == is_fused
+        assert_call(block, {**known, **change}, is_fused, computed)
 
 
 @pytest.mark.parametrize("family", ["flux", "wan", "sdxl"])

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.rewriting import contents
+from checkpoint.rewriting import contents, edited
 from families import ALIKE, FAMILIES, Example
 from processes import run_code
 from safetensors.torch import load_file
@@ -344,17 +344,15 @@ def test_config_of_a_folder(llama_folder: Path, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(tmp_path / "int8")
     values = qgemm.QGemmConfig.from_dict(config.quantization_config).to_dict()
     assert values == config.quantization_config
-    path = tmp_path / "int8" / "config.json"
-    text = json.loads(path.read_text())
-    text["quantization_config"]["format_version"] = 99
-    path.write_text(json.dumps(text))
+    with edited(tmp_path / "int8" / "config.json") as written:
+        written["quantization_config"]["format_version"] = 99
     with pytest.raises(qgemm.CheckpointError, match="format_version is 99"):
         load(tmp_path / "int8")
 
 
 def test_config_that_names_qgemm_but_no_layers(llama_folder: Path) -> None:
-    path = llama_folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "qgemm"}}))
+    with edited(llama_folder / "config.json") as config:
+        config["quantization_config"] = {"quant_method": "qgemm"}
     with pytest.raises(qgemm.CheckpointError, match="doesn't say which layers"):
         load(llama_folder)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.rewriting import save_of, set_save
+from checkpoint.rewriting import edited, save_of, set_save
 from checkpoint.savers import savers
 from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import qgemm
-from integrations.folders import assert_same, load
+from integrations.folders import assert_same, load, quantized_names
 from qgemm import CheckpointError
 from qgemm.integrations.transformers import reading
 from qgemm.numerics.formats import INT8
@@ -136,12 +136,11 @@ def test_the_config_alone_may_be_written_again(folder: Path) -> None:
 
 def test_version_1_of_the_format(folder: Path) -> None:
     path = folder / "config.json"
-    values = json.loads(path.read_text())
     report = json.loads((folder / "qgemm_report.json").read_text())["report"]
-    layers = [name for name, module in load(folder).named_modules() if isinstance(module, qgemm.QuantLinear)]
-    del values["fusion_config"]
-    values["quantization_config"] |= {"format_version": 1, "layers": dict.fromkeys(layers, "int8"), "report": report}
-    path.write_text(json.dumps(values))
+    layers = dict.fromkeys(quantized_names(load(folder)), "int8")
+    with edited(path) as values:
+        del values["fusion_config"]
+        values["quantization_config"] |= {"format_version": 1, "layers": layers, "report": report}
     for each in (path, *folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
         set_save(each, None)
     for model in (load(folder), qgemm.load_quantized(folder)):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoint.foreign import edit_quantization, edit_tensors, same_tensors
 from checkpoint.models import swap_linears, tiny_llama
+from checkpoint.rewriting import edited
 from checkpoint.samples import IDS, SAMPLES, every_sample, load_sample
 from checkpoint.test_bitsandbytes import float_model, write_by_layout
 from checkpoint.test_compressed_tensors_experts import write
@@ -101,9 +102,10 @@ def test_an_index_that_leads_to_another_checkpoint(
 @pytest.mark.filterwarnings("ignore:.*copy")
 def test_a_config_without_dtype(name: str, said: dict[str, None], copied: Callable[[str], Path]) -> None:
     folder = copied(name)
-    config = json.loads((folder / "config.json").read_text())
-    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-    (folder / "config.json").write_text(json.dumps({**config, **said}))
+    with edited(folder / "config.json") as config:
+        for key in ("dtype", "torch_dtype"):
+            config.pop(key, None)
+        config.update(said)
     loaded: Any = qgemm.load_quantized(folder)
     if "ue8m0" not in name:  # a dtype that transformers then can't look past
         assert same_tensors(load(folder), loaded)
@@ -222,9 +224,8 @@ def test_checkpoints_that_transformers_takes_for_float_ones(case: str, copied: C
     name = "gptq-8bit-channel" if case == "a file of its own" else "auto-round-asym"
     folder = copied(name)
     if case == "a file of its own":
-        config = json.loads((folder / "config.json").read_text())
-        del config["quantization_config"]
-        (folder / "config.json").write_text(json.dumps(config))
+        with edited(folder / "config.json") as config:
+            del config["quantization_config"]
     else:
         edit_quantization(folder, lambda quantization: quantization.update(quant_method="intel/auto-round"))
     model = load(folder, dtype=torch.float32)
@@ -269,8 +270,8 @@ def test_configs_of_one_class_are_still_compared(tmp_path: Path) -> None:
 
 def test_a_quantized_head_that_the_config_ties_to_the_embedding(copied: Callable[[str], Path], tmp_path: Path) -> None:
     folder, layer = copied("gptq-4bit-g128-sym"), "model.layers.0.mlp.gate_proj."
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with edited(folder / "config.json") as config:
+        config["tie_word_embeddings"] = True
 
     def quantize_head(tensors: dict[str, Any]) -> None:
         del tensors["lm_head.weight"]
@@ -287,9 +288,9 @@ def test_a_quantized_head_that_the_config_ties_to_the_embedding(copied: Callable
         assert same_tensors(again, wanted)
         assert same_tensors(qgemm.load_quantized(tmp_path / save.__name__), wanted)
         # As a checkpoint says that was saved with the config as it was.
-        values = json.loads((tmp_path / save.__name__ / "config.json").read_text())
-        assert values["tie_word_embeddings"] is False
-        (tmp_path / save.__name__ / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
+        with edited(tmp_path / save.__name__ / "config.json") as config:
+            assert config["tie_word_embeddings"] is False
+            config["tie_word_embeddings"] = True
         again = AutoModelForCausalLM.from_pretrained(tmp_path / save.__name__)
         assert same_tensors(again, wanted)
         again.tie_weights()

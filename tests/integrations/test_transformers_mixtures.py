@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint.rewriting import rewrite_file
+from checkpoint.rewriting import edited, rewrite_file
 from families.example import Example
 from families.mixtures import MIXTURES
 from safetensors.torch import load_file, save_file
@@ -153,10 +152,9 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
         stored[f"{name}_blocks"] = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8)
         stored[f"{name}_scales"] = torch.randint(118, 122, (E, N, K // 32), dtype=torch.uint8)
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    with edited(tmp_path / "config.json") as config:
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 
     model = cls.from_pretrained(tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16)
     expected = Example(model, example.inputs).output()

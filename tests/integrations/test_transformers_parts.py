@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoint.rewriting import edited
 from families import FAMILIES
 from processes import run_code
 from safetensors import SafetensorError
@@ -33,12 +34,10 @@ def quantized(family: str, **options: Any) -> Any:
 
 def edit_config(folder: Path, *dropped: str, parts: bool = False) -> None:
     """Takes keys out of ``config.json``, or of its parts alone."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    for values in [each for each in config.values() if isinstance(each, dict)] if parts else [config]:
-        for key in dropped:
-            values.pop(key, None)
-    path.write_text(json.dumps(config))
+    with edited(folder / "config.json") as config:
+        for values in [each for each in config.values() if isinstance(each, dict)] if parts else [config]:
+            for key in dropped:
+                values.pop(key, None)
 
 
 def assert_has_values(part: nn.Module, whole: nn.Module, prefix: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.rewriting import edited
 from families import FAMILIES
 from processes import run_code
 from torch import nn
@@ -317,9 +318,8 @@ def test_a_config_that_is_none(llama_folder: Path, tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=None)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=None), model)
     # The name that was there before.
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["fusion_config"] = {"qgemm, which must be imported before this checkpoint is loaded": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    with edited(tmp_path / "config.json") as config:
+        config["fusion_config"] = {"qgemm, which must be imported before this checkpoint is loaded": True}
     for loaded in (load(tmp_path), qgemm.load_quantized(tmp_path)):
         assert list(loaded.config.fusion_config) == [REFUSAL]
 

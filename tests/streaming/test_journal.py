@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint.rewriting import edited
 
 from qgemm import CheckpointError
 from qgemm.streaming.journal import Begun, Finished, Journal
@@ -44,8 +44,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_a_journal_that_is_damaged(key: str, value: Any, tmp_path: Path) -> None:
     JOURNAL.write(tmp_path / "journal.json")
-    values = json.loads((tmp_path / "journal.json").read_text())
-    (values if key in values else values["begun"]["c.safetensors"])[key] = value
-    (tmp_path / "journal.json").write_text(json.dumps(values))
+    with edited(tmp_path / "journal.json") as values:
+        (values if key in values else values["begun"]["c.safetensors"])[key] = value
     with pytest.raises(CheckpointError, match=r"journal\.json is damaged: pass resume=False"):
         Journal.read(tmp_path / "journal.json")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.rewriting import edited
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel, MarianConfig, MarianMTModel
 
@@ -28,9 +29,10 @@ UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 
 def edit_config(folder: Path, **changes: Any) -> None:
     """Sets fields, or removes those that are None."""
-    path = folder / "config.json"
-    config = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    with edited(folder / "config.json") as config:
+        config.update(changes)
+        for key in [key for key, value in config.items() if value is None]:
+            del config[key]
 
 
 def assert_as_the_whole_model(source: Path, **options: Any) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.rewriting import edited
 from safetensors.torch import load_file, save_file
 
 from qgemm import CheckpointError, load_quantized, quantize_checkpoint
@@ -123,8 +124,8 @@ def test_an_index_with_a_name_of_its_own(source: Path, tmp_path: Path, monkeypat
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "other.safetensors")}
     (source / "other.safetensors.index.json").write_text(json.dumps(index))
     (source / "pytorch_model.bin").touch()
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors.index.json"}))
+    with edited(source / "config.json") as config:
+        config["transformers_weights"] = "other.safetensors.index.json"
 
     def touch_then_write(*args: Any) -> Any:
         os.utime(source / "other.safetensors.index.json")
@@ -232,7 +233,7 @@ def remove(folder: Path) -> None:
 
 def edit_config(folder: Path) -> None:
     path = folder / "config.json"
-    path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))  # of the same length
 
 
 def drop_generation_config(folder: Path) -> None:

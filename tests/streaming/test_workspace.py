@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from checkpoint.faults import every_fault, every_kill, every_power_loss
+from checkpoint.rewriting import edited
 from safetensors.torch import load_file
 
 import qgemm
@@ -117,8 +118,8 @@ def json_index(folder: Path, file_name: str) -> set[str]:
 
 
 def edit_config(source: Path) -> None:
-    path = source / "config.json"
-    path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    with edited(source / "config.json") as config:
+        config["rms_norm_eps"] = 1e-5
 
 
 def touch_weights(source: Path) -> None:
@@ -260,12 +261,10 @@ def test_a_journal_that_is_damaged(journal: str, source: Path, stopped: Path, pa
 
 
 def test_a_journal_that_names_files_elsewhere(source: Path, stopped: Path, partial: Path, tmp_path: Path) -> None:
-    path = partial / "journal.json"
-    journal = json.loads(path.read_text())
-    one = next(iter(journal["finished"].values()))
     shutil.copy(next((partial / "content").iterdir()), tmp_path / "elsewhere")
-    journal["finished"]["../../elsewhere"] = {**one, "errors": {"no.such.weight": 0.5}}
-    path.write_text(json.dumps(journal))
+    with edited(partial / "journal.json") as journal:
+        one = next(iter(journal["finished"].values()))
+        journal["finished"]["../../elsewhere"] = {**one, "errors": {"no.such.weight": 0.5}}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quantize_checkpoint(source, stopped, **OPTIONS)

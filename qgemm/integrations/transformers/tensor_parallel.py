@@ -338,7 +338,7 @@ def cut_layers(model: PreTrainedModel) -> None:
             layer.cut(shard)
 
 
-def _shard(mesh: Any, style: Style, is_open: bool = True, parts: int = 1) -> Shard:
+def _shard(mesh: Any, style: Style, is_open: bool, parts: int = 1) -> Shard:
     return Shard(style, mesh.get_group(), mesh.get_local_rank(), mesh.size(), is_open, parts)
 
 
