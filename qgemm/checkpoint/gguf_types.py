@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ class BlockType:
         """Whether it isn't one of plain numbers."""
         return self.code == "U8"
 
-    @property
+    @cached_property
     def scheme(self) -> QuantScheme:
         """The scheme that computes it."""
         return resolve_scheme(self.scheme_name)
