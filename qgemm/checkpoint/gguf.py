@@ -35,12 +35,13 @@ from qgemm.checkpoint.gguf_file import GGUF_SUFFIX, GgufFile, header_of
 from qgemm.checkpoint.gguf_gemma4 import GEMMA4_TEXT, factors_of_experts, is_shared, set_rotated_part
 from qgemm.checkpoint.gguf_names import EXPERT, ModelNames, RowOrder
 from qgemm.checkpoint.gguf_qwen import QWEN3NEXT, order_of_projections, parts_of_projections
-from qgemm.checkpoint.gguf_types import BlockType
+from qgemm.checkpoint.gguf_types import BlockType, common_scheme
 from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, checkpoint_file
 from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.checkpoint.safetensors_file import DTYPES_BY_CODE, StoredTensor, read_values
 from qgemm.checkpoint.tensors import find_module, get_tensor, split_name
 from qgemm.nn.linear_layer import is_conv1d
+from qgemm.scheme import QuantScheme
 
 FORMAT = "gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -172,7 +173,7 @@ def gguf_contents(source: GgufModel, model: nn.Module, config: dict[str, Any]) -
                 _note_float(contents, source, names, name, target, model)
             else:
                 columns = names.column_order(name, *source.shape(name))
-                _note_layer(contents, source, [name], split_name(target)[0], order, columns)
+                _note_layer(contents, source, name, split_name(target)[0], order, columns)
     if config["model_type"] == GEMMA4_TEXT:
         _note_factors(contents, source, model)
     _note_latents(contents, source, model)
@@ -203,18 +204,42 @@ def _note_latents(contents: Contents, source: GgufModel, model: nn.Module) -> No
 
 
 def _note_projections(contents: Contents, source: GgufModel, model: nn.Module, config: dict[str, Any]) -> None:
-    """Notes that the parts of Qwen3-Next's ``in_proj_qkvz`` are one weight in ``model``: packed, if of one type."""
+    """Notes that the parts of Qwen3-Next's ``in_proj_qkvz`` are one weight in ``model``, packed if possible."""
     for target, names in parts_of_projections(_free(contents, source)).items():
-        kind, *others = (source.types[name] for name in names)
+        kinds = [source.types[name] for name in names]
         shapes, path = [source.shape(name) for name in names], source.stored[names[0]].path
         if any(len(shape) != 2 or shape[1] != shapes[0][1] or shape[1] == 0 for shape in shapes):
             raise CheckpointError(f"{path}: {names[0]} has shape {list(shapes[0])}, and its gate {list(shapes[1])}")
         order = order_of_projections(path, names[0], shapes[0][0] + shapes[1][0], config)
-        if others == [kind] and kind.is_quantized and not kind.has_global_scale:
-            _note_layer(contents, source, names, split_name(target)[0], order)
-        else:
-            shape = len(order), shapes[0][1]
+        shape, scheme = (len(order), shapes[0][1]), common_scheme(kinds)
+        if scheme is None:
             _note_joined(contents, source, names, target, shape, model, partial(_joined_rows, order))
+        else:
+            _note_joined_layer(contents, kinds, names, split_name(target)[0], shape, order, scheme)
+
+
+def _note_joined_layer(
+    contents: Contents,
+    kinds: list[BlockType],
+    names: list[str],
+    layer: str,
+    shape: tuple[int, int],
+    order: Tensor,
+    scheme: QuantScheme,
+) -> None:
+    """Notes that the tensors ``names``, of these ``kinds``, are the weight of ``layer`` together, in this ``scheme``.
+
+    ``order``: that of their rows, one after the other, in the weight.
+    """
+    made = kinds[0].part_shapes(*shape, scheme)
+
+    def convert(*stored: Tensor) -> Sequence[Tensor]:
+        parts = [kind.parts(rows, scheme=scheme) for kind, rows in zip(kinds, stored, strict=True)]
+        return [_joined_rows(order, *both) for both in zip(*parts, strict=True) if both[0] is not None]
+
+    contents.convert_together(names, {f"{layer}.{leaf}": (names[0], *about) for leaf, about in made.items()}, convert)
+    contents.manifest.layers[layer] = scheme
+    contents.shapes[layer] = shape
 
 
 def _joined_rows(order: Tensor, *parts: Tensor) -> Tensor:
@@ -274,23 +299,16 @@ def _row_order(source: GgufModel, names: ModelNames, name: str, target: str, mod
 
 
 def _note_layer(
-    contents: Contents,
-    source: GgufModel,
-    names: list[str],
-    layer: str,
-    order: RowOrder,
-    columns: Tensor | None = None,
+    contents: Contents, source: GgufModel, name: str, layer: str, order: RowOrder, columns: Tensor | None
 ) -> None:
-    """Notes that the tensors ``names`` of the files, of one type, are the weight of ``layer``.
+    """Notes that the tensor ``name`` of the files is the weight of ``layer``.
 
-    ``order``: that of their rows, one after the other, in the weight. ``columns``: that of its columns, if another.
+    ``order``: that of its rows in the weight. ``columns``: that of its columns; None if it is the file's.
     """
-    name, *others = names
     kind, (N, K) = source.types[name], source.shape(name)
-    N += sum(source.shape(each)[0] for each in others)
     shapes = kind.part_shapes(N, K)
     made = {f"{layer}.{leaf}": (name, shape, dtype) for leaf, (shape, dtype) in shapes.items()}
-    sources, (factor, of_inputs) = [*names], (f"{name.removesuffix('weight')}{leaf}" for leaf in _FACTORS)
+    sources, (factor, of_inputs) = [name], (f"{name.removesuffix('weight')}{leaf}" for leaf in _FACTORS)
     if kind.has_global_scale and factor in source.stored:
         check_scale(contents, factor, (torch.float32,), {(), (1,)})
         sources.append(factor)
@@ -299,9 +317,7 @@ def _note_layer(
         contents.pass_over(of_inputs)
         contents.note("activations stay in float, where the file has scales to compute them in fp4")
 
-    def convert(*stored: Tensor) -> Sequence[Tensor]:
-        rows = torch.cat(stored[: len(names)]) if others else stored[0]
-        given = next(iter(stored[len(names) :]), None)
+    def convert(rows: Tensor, given: Tensor | None = None) -> Sequence[Tensor]:
         rows = rows[order if isinstance(order, slice) else order.to(rows.device)]
         own_columns = None if columns is None else columns.to(rows.device)
         return [part for part in kind.parts(rows, given, own_columns) if part is not None]

@@ -3,9 +3,10 @@
 What llama.cpp's converter changes is undone: weights of norms have 1 added, and ``A_log`` is its negative exponential.
 
 Qwen3-Next's ``in_proj_qkvz``, whose rows are those of one head of keys after the other, is two tensors, with queries,
-keys and values of all heads in one and their gates in the other. If both are of one type, the layer stays quantized;
-older files hold it as it is. Of Qwen3.5, heads of values are in another order: the first of each head of keys, then the
-second, and so on. They are rows, but columns of ``out_proj``, which stays quantized if a head has whole groups of them.
+keys and values of all heads in one and their gates in the other. Both may be of different types, whose values one
+scheme can have; older files hold it as it is. Of Qwen3.5, heads of values are in another order: the first of each head
+of keys, then the second, and so on. They are rows, but columns of ``out_proj``, which stays quantized if a head has
+whole groups of them.
 """
 
 from __future__ import annotations

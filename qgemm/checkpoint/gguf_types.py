@@ -8,8 +8,9 @@ if it fits, else 8, and is stored as the format says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ class BlockType:
         """Whether it isn't one of plain numbers."""
         return self.code == "U8"
 
-    @property
+    @cached_property
     def scheme(self) -> QuantScheme:
         """The scheme that computes it."""
         return resolve_scheme(self.scheme_name)
@@ -67,16 +68,18 @@ class BlockType:
         """The shape in which a tensor of ``shape`` is read."""
         return (*shape[:-1], shape[-1] // self.values * self.nbytes) if self.is_quantized else shape
 
-    def part_shapes(self, N: int, K: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def part_shapes(
+        self, N: int, K: int, scheme: QuantScheme | None = None
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of the parameters that ``parts`` returns for a weight ``[N, K]``, by name."""
-        weight = self.scheme.weight
+        weight = (scheme or self.scheme).weight
         assert weight.group_size is not None
         small = weight.format.bits == 4
         grid = (N, K // weight.group_size)
         scale = SCALE_DTYPES[weight.scale_dtype] if weight.dtype == "fp4" else torch.float32
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "weight": ((N, packed_width(K)), torch.uint8) if small else ((N, K), INT8.storage),
-            "weight_scale": (grid, torch.float16 if self.name in _HALF_SCALES else scale),
+            "weight_scale": (grid, torch.float16 if scheme is None and self.name in _HALF_SCALES else scale),
         }
         if not weight.symmetric:
             found["weight_zero_point"] = (grid, torch.float32)
@@ -100,13 +103,20 @@ class BlockType:
         whole = order[:, None] * size + torch.arange(size, device=columns.device)
         return order if torch.equal(groups, whole) else None
 
-    def parts(self, rows: Tensor, factor: Tensor | None = None, columns: Tensor | None = None) -> Parts:
+    def parts(
+        self,
+        rows: Tensor,
+        factor: Tensor | None = None,
+        columns: Tensor | None = None,
+        scheme: QuantScheme | None = None,
+    ) -> Parts:
         """The parameters of a layer whose weight is stored as ``rows``, uint8 ``[N, bytes]``.
 
         ``factor``: the number that multiplies all scales, of a type that has one; None for 1. ``columns``: the order in
-        which the layer has the columns, with groups as they are.
+        which the layer has the columns, with groups as they are. ``scheme``: a ``common_scheme`` of this type and
+        others; by default its own.
         """
-        parts = self._all_parts(rows, columns)
+        parts = self._all_parts(rows, columns, scheme)
         if not self.has_global_scale:
             return parts
         pair = torch.ones(2, device=rows.device)
@@ -114,17 +124,17 @@ class BlockType:
             pair[0] = factor.reshape(())
         return parts._replace(global_scale=pair)
 
-    def _all_parts(self, rows: Tensor, columns: Tensor | None) -> Parts:
+    def _all_parts(self, rows: Tensor, columns: Tensor | None, scheme: QuantScheme | None) -> Parts:
         N, K = rows.shape[0], rows.shape[1] // self.nbytes * self.values
         step = max(1, _PIECE // max(K, 1))
-        pieces = [self._parts(rows[start : start + step], K, columns) for start in range(0, max(N, 1), step)]
+        pieces = [self._parts(rows[start : start + step], K, columns, scheme) for start in range(0, max(N, 1), step)]
         if len(pieces) == 1:
             return pieces[0]
         zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
         weight, scale = torch.cat([piece.weight for piece in pieces]), torch.cat([piece.scale for piece in pieces])
         return Parts(weight, scale, torch.cat(zeros) if zeros else None)
 
-    def _parts(self, rows: Tensor, K: int, columns: Tensor | None) -> Parts:
+    def _parts(self, rows: Tensor, K: int, columns: Tensor | None, scheme: QuantScheme | None) -> Parts:
         assert self.decode is not None
         n = rows.shape[0]
         codes, scale, zeros = self.decode(rows.reshape(-1, self.nbytes))
@@ -135,7 +145,15 @@ class BlockType:
             assert order is not None
             codes, scale = codes[:, columns], scale[:, order]
             zeros = None if zeros is None else zeros[:, order]
-        return Parts(store_values(codes, self.scheme.weight.format), scale, zeros)
+        weight = self.scheme.weight
+        if scheme is not None:
+            assert weight.group_size is not None
+            assert scheme.weight.group_size is not None
+            times, weight = weight.group_size // scheme.weight.group_size, scheme.weight
+            scale = scale.float().repeat_interleave(times, dim=1)
+            zeros = None if zeros is None else zeros.repeat_interleave(times, dim=1)
+            zeros = torch.zeros_like(scale) if zeros is None and not weight.symmetric else zeros
+        return Parts(store_values(codes, weight.format), scale, zeros)
 
     def dequantize(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """The floats ``[..., K]`` that ``rows``, uint8 ``[..., bytes]``, stand for: in float32, then in ``dtype``.
@@ -150,6 +168,19 @@ class BlockType:
             raise ValueError("it holds NaN or Inf; the file is damaged: get it again")
         floats = dequantize(values, scale, zeros, factor, weight.format, weight.group_size, K, dtype)
         return floats.reshape(*rows.shape[:-1], K)
+
+
+def common_scheme(kinds: Sequence[BlockType]) -> QuantScheme | None:
+    """The scheme of a layer whose rows are of these types, each with its own values; None if there is none.
+
+    It has the bits of the largest, the groups of the smallest, and zero points if one has them.
+    """
+    weights = [kind.scheme.weight for kind in kinds if kind.is_quantized]
+    if len(weights) < len(kinds) or any(weight.dtype not in ("int4", "int8") for weight in weights):
+        return None
+    name = "int8-weight" if any(weight.dtype == "int8" for weight in weights) else "int4"
+    size = min(weight.group_size or 0 for weight in weights)
+    return resolve_scheme(f"{name}-{size}{'' if all(weight.symmetric for weight in weights) else '-float-zeros'}")
 
 
 _KNOWN = {

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from checkpoint.gguf_files import Tensors, write_file
 from checkpoint.gguf_mixtures import random_model, rounded
 
+OTHER_TYPES = {"two": "Q5_1", "other": "MXFP4"}
+"""Those of gates."""
+
 LAYERS, HEAD, SIZE, KEYS, VALUES = 4, 64, 32, 2, 8
 EPSILON = 2.0**-20
 SIZES = {
@@ -34,6 +37,9 @@ SETTINGS = {
     **{"ssm.inner_size": SIZE * VALUES, "vocab_size": 97},
     **{"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2},
 }
+OTHER_TYPES = {"two": "Q5_1", "other": "MXFP4"}
+"""Those of gates."""
+
 EXPERTS = {
     **{"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32},
     "expert_shared_feed_forward_length": 32,
@@ -98,7 +104,8 @@ def write_next(
 ) -> Any:
     """Writes Qwen3-Next, without settings and tensors in whose names that is; returns the float model.
 
-    ``kind``: what ``in_proj_qkvz`` is: two tensors of the ``same`` type or of ``two``, or as it is (``old``).
+    ``kind``: what ``in_proj_qkvz`` is: two tensors of the ``same`` type, of ``two``, or of ``other`` numbers than
+    integers, or as it is (``old``).
     ``kinds``: other types, by a part of a name. ``more``: tensors in addition. ``changes``: other settings, with ``__``
     for a dot.
     """
@@ -109,7 +116,12 @@ def write_next(
     for name, weight in whole.items():
         for part, rows in zip(("attn_qkv", "attn_gate"), _divided(weight), strict=True):
             views[name.replace("ssm_in", part)] = rows
-    of_types = {**(kinds or {}), **({"attn_gate": "Q5_1"} if kind == "two" else {}), "conv1d": "F32", "": "Q8_0"}
+    of_types = {
+        **(kinds or {}),
+        **({"attn_gate": OTHER_TYPES[kind]} if kind in OTHER_TYPES else {}),
+        "conv1d": "F32",
+        "": "Q8_0",
+    }
     tensors |= _rounded(views, of_types)
     for name, weight in whole.items():
         qkv, gate = (views[name.replace("ssm_in", part)] for part in ("attn_qkv", "attn_gate"))

@@ -17,14 +17,16 @@ from checkpoint.test_gguf_experts import IDS, check_same, check_same_when_saved
 from qgemm import CheckpointError
 from qgemm.checkpoint.gguf import read_gguf
 
+PROJECTIONS = {"same": "int8-weight-32", "two": "int8-weight-32-float-zeros", "other": None, "old": "int8-weight-32"}
 
-@pytest.mark.parametrize("kind", ["same", "two", "old"])
-def test_next(kind: str, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(("kind", "scheme"), PROJECTIONS.items())
+def test_next(kind: str, scheme: str | None, tmp_path: Path) -> None:
     wanted = write_next(tmp_path / "a.gguf", kind)
     model = check_same(tmp_path / "a.gguf", wanted)
     layers = {name: each.scheme.name for name, each in model.named_modules() if hasattr(each, "scheme")}
-    assert ("model.layers.0.linear_attn.in_proj_qkvz" in layers) == (kind != "two")
-    assert set(layers.values()) == {"int8-weight-32"}
+    assert layers.pop("model.layers.0.linear_attn.in_proj_qkvz", None) == scheme
+    assert set(layers.values()) <= {"int8-weight-32", scheme}
     assert {"model.layers.0.linear_attn.out_proj", "model.layers.3.mlp.experts"} <= layers.keys()
     qgemm.save_quantized(model, tmp_path / "saved")
     with torch.no_grad():

@@ -10,7 +10,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from checkpoint.gguf_files import HALVES, random_blocks
-from qgemm.checkpoint.gguf_types import TYPES, BlockType
+from qgemm.checkpoint.gguf_types import TYPES, BlockType, common_scheme
 from qgemm.numerics.groups import dequantize as dequantize_groups
 
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
@@ -89,6 +89,37 @@ def test_columns_in_another_order(name: str) -> None:
     values, scale, zeros, factor = kind.parts(rows, columns=columns)
     found = dequantize_groups(values, scale, zeros, factor, weight.format, weight.group_size, 1024, torch.float32)
     assert torch.equal(found, kind.dequantize(rows, torch.float32)[:, columns])
+
+
+@pytest.mark.parametrize(
+    ("names", "scheme"),
+    [
+        (("Q4_K", "Q5_K"), "int8-weight-32-float-zeros"),
+        (("Q6_K", "Q5_K"), "int8-weight-16-float-zeros"),
+        (("Q4_0", "Q4_K"), "int4-32-float-zeros"),
+        (("Q3_K", "Q1_0"), "int4-16"),
+        (("Q8_0", "Q8_0"), "int8-weight-32"),
+        (("TQ1_0", "IQ4_XS"), "int8-weight-32"),
+        (("MXFP4", "Q8_0"), None),
+        (("Q8_0", "F16"), None),
+        (("NVFP4", "NVFP4"), None),
+    ],
+)
+def test_a_scheme_for_two_types(names: tuple[str, str], scheme: str | None) -> None:
+    kinds = [BY_NAME[name] for name in names]
+    common = common_scheme(kinds)
+    assert (None if common is None else common.name) == scheme
+    if common is None:
+        return
+    weight = common.weight
+    assert weight.group_size is not None
+    for kind in kinds:
+        rows = torch.from_numpy(random_blocks(kind.name, 5, 1024))
+        parts = kind.parts(rows, scheme=common)
+        made = [(tuple(part.shape), part.dtype) for part in parts if part is not None]
+        assert made == list(kind.part_shapes(5, 1024, common).values())
+        found = dequantize_groups(*parts, weight.format, weight.group_size, 1024, torch.float32)
+        assert torch.equal(found, kind.dequantize(rows, torch.float32))
 
 
 def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
