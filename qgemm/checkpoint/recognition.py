@@ -23,6 +23,7 @@ from qgemm.checkpoint import (
     hqq,
     mlx,
     modelopt,
+    quanto,
     quark,
     torchao,
 )
@@ -35,8 +36,6 @@ from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 
 FP8_DTYPES = (FP8.storage, torch.float8_e5m2)
-QUANTO = "quanto"
-"""Its own library writes tensors with a ``quanto_qmap.json`` and without a config; they aren't read."""
 
 _ACTIVATIONS = "whether activations are quantized, and how"
 _BLOCK = 128
@@ -85,8 +84,8 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
         return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)
     if "scales" in leaves and any(_is_of_mlx(name, stored) for name in stored):
         return Recognized(mlx.QUANT_METHOD)
-    if any(".weight._data" in name for name in stored):
-        return Recognized(QUANTO)
+    if any(name.endswith((f".{quanto.WHOLE}", f".{quanto.PACKED}")) for name in stored):
+        return Recognized(quanto.QUANT_METHOD)
     if "weight_packed" in leaves:
         return Recognized(compressed_tensors_groups.QUANT_METHOD, "packed", unsaid=_ACTIVATIONS)
     if "_weight_qdata" in leaves:

@@ -33,6 +33,7 @@ USUAL = [
     "mlx-mixed",
     "mxfp4-gpt-oss",
     "nvfp4-modelopt",
+    "quanto-mixed",
     "quark-mixed",
     "torchao-fp8wo",
     "torchao-int4",

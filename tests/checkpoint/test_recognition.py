@@ -194,8 +194,8 @@ def test_blocks_of_fp8(layers: list[dict[str, Tensor]], unsaid: str, tmp_path: P
         ({"qweight": torch.ones(4, 4).int()}, r"0.scales is missing"),
         (MLX, "the tensors don't tell how many bits 0 has, and in which groups: put the quantization there that MLX"),
         (
-            {"weight._data": torch.ones(4, 4).char(), "weight._scale": torch.ones(4, 1)},
-            "the tensors are quanto's; the formats",
+            {"weight": torch.ones(4, 4).int(), "weight_scale": torch.ones(1, 32)},
+            "which are quark's, don't tell whether values are signed, and in which order",
         ),
     ],
 )

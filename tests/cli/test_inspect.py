@@ -163,6 +163,7 @@ SAMPLES_OF_LIBRARIES = {
     "mlx-mixed": "mlx (4 bits, groups of 64)",
     "mxfp4-gpt-oss": "mxfp4",
     "nvfp4-modelopt": "modelopt (NVFP4)",
+    "quanto-mixed": "quanto",
     "quark-fp8-kv": "quark (fp8_e4m3)",
     "quark-int8-asym": "quark (int8)",
     "quark-mixed": "quark (fp4, uint4, fp8_e4m3)",
