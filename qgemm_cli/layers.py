@@ -10,6 +10,7 @@
 | fp4 | ``weight_packed`` or ``weight`` uint8 ``[N, K / 2]`` with ``weight_scale``; of experts ``..._blocks`` |
 | GPTQ | ``qweight`` int32 ``[K * bits / 32, N]`` with ``scales`` ``[groups, N]`` and ``qzeros`` |
 | AWQ | ``qweight`` int32 ``[K, N * bits / 32]`` with the same |
+| EETQ | ``weight`` int8 ``[K, N]`` with ``weight_scales`` ``[N]`` |
 | HQQ | ``W_q`` uint8 with ``scale``, ``zero`` and ``shape`` |
 | quanto | ``weight._data`` int8 or float8 with ``weight._scale``; in 2 and 4 bits packed, as a reader knows |
 | Quark | ``weight`` and ``weight_scale``, in groups transposed; of 4 bits int32 |

@@ -17,6 +17,7 @@ from qgemm.checkpoint import (
     awq,
     bitsandbytes,
     compressed_tensors_groups,
+    eetq,
     fp8,
     gpt_oss,
     gptq,
@@ -79,6 +80,8 @@ def contradicts(method: str, found: Recognized) -> bool:
 def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
     """The format of ``stored``, the tensors in files; None if they are in float, or in no known format."""
     leaves = {split_name(name)[1] for name in stored}
+    if eetq.SCALES in leaves:
+        return Recognized(eetq.QUANT_METHOD)
     if "qweight" in leaves:
         # GPTQ's version shows in the values of zero points. AutoRound uses either layout.
         return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)

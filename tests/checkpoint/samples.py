@@ -26,6 +26,7 @@ USUAL = [
     "awq-gemm-g32-skip",
     "bnb-nf4-double",
     "ct-mixed",
+    "eetq-int8",
     "fbgemm-fp8",
     "fp8-block128",
     "gptq-4bit-g64-asym-desc-act",

@@ -41,6 +41,7 @@ SAMPLES_ALONE = {
     "ct-nvfp4": ("compressed-tensors", ACTIVATIONS),
     "ct-w4a16-g128": ("compressed-tensors", ACTIVATIONS),
     "ct-w4a8-int": ("compressed-tensors", ACTIVATIONS),
+    "eetq-int8": ("eetq", ""),
     "fbgemm-fp8": ("fp8", ACTIVATIONS),
     "fp8-block128": ("fp8", ""),
     "fp8-block128-ue8m0": ("fp8", ""),

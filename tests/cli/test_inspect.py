@@ -111,7 +111,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Tensor], str, list[int]]] = {
         {"quant_method": "eetq"},
         {"weight": zeros(I8, 64, 32), "weight_scales": torch.ones(32)},
         "int8",
-        [64, 32],
+        [32, 64],
     ),
     "fp8": (
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -148,6 +148,7 @@ SAMPLES_OF_LIBRARIES = {
     "ct-w4afp8-packed": "compressed-tensors (pack-quantized)",
     "ct-w8a16-channel": "compressed-tensors (pack-quantized)",
     "ct-w8a16-g128-asym": "compressed-tensors (pack-quantized)",
+    "eetq-int8": "eetq",
     "fbgemm-fp8": "fbgemm_fp8",
     "fp8-block128": "fp8 (blocks)",
     "fp8-block128-ue8m0": "fp8 (blocks)",
