@@ -273,9 +273,12 @@ def _read_as_qgemm_does(checkpoint: Checkpoint, folder: Path) -> None:
             checkpoint.refusal = "it is not quantized: qgemm quantize makes a checkpoint that is"
             return
         config_path = checkpoint_file(folder, CONFIG_FILE)
-        checkpoint.contents = read_contents(folder, checkpoint.config, config_path)
-        checkpoint.contents.notes += adapter_note(folder)
-    except CheckpointError as error:
+        contents = read_contents(folder, checkpoint.config, config_path)
+        if contents.grouped:  # only the model tells the shapes of layers
+            contents = checkpoint.match().contents
+        contents.notes += adapter_note(folder)
+        checkpoint.contents = contents
+    except (CheckpointError, ImportError) as error:
         checkpoint.refusal = str(error)
         if checkpoint.format == "qgemm":
             checkpoint.problems.append(str(error))

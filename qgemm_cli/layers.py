@@ -10,7 +10,10 @@
 | fp4 | ``weight_packed`` or ``weight`` uint8 ``[N, K / 2]`` with ``weight_scale``; of experts ``..._blocks`` |
 | GPTQ | ``qweight`` int32 ``[K * bits / 32, N]`` with ``scales`` ``[groups, N]`` and ``qzeros`` |
 | AWQ | ``qweight`` int32 ``[K, N * bits / 32]`` with the same |
+| EETQ | ``weight`` int8 ``[K, N]`` with ``weight_scales`` ``[N]`` |
 | HQQ | ``W_q`` uint8 with ``scale``, ``zero`` and ``shape`` |
+| quanto | ``weight._data`` int8 or float8 with ``weight._scale``; in 2 and 4 bits packed, as a reader knows |
+| Quark | ``weight`` and ``weight_scale``, in groups transposed; of 4 bits int32 |
 | GGUF | a tensor of a type of blocks; of experts, a tensor each |
 | torchao | ``_weight_qdata`` int8 or float8 ``[N, K]`` with ``_weight_scale``; in 4 bits packed, as a reader knows |
 """
@@ -40,7 +43,10 @@ MATRICES = ("linear", "experts")
 BLOCKS = frozenset(kind.name for kind in TYPES.values() if kind.is_quantized)
 """What GGUF calls its types of blocks."""
 
-_FOUR_BIT_STATE = re.compile(r"(.*)\.(weight\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\..*))")
+# Of bitsandbytes' 4 bits, and of quanto.
+_PARTS_OF_WEIGHT = re.compile(
+    r"(.*)\.(weight\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\..*|_data(?:\._data)?|_scale|_shift))"
+)
 _COMPANIONS = re.compile(r"(.*?)_(scale|scales|scale_inv|bias|blocks|zero_point|global_scale)")
 # "embed_out" is an output head.
 _EMBEDDING = re.compile(r"embed(?!_out)|embd|^wte$|^wpe$|^shared$|relative_attention_bias")
@@ -106,7 +112,7 @@ def find_layers(checkpoint: Checkpoint) -> list[StoredLayer]:
         return _layers_of_gguf(checkpoint, checkpoint.gguf)
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in checkpoint.stored.items():
-        if match := _FOUR_BIT_STATE.fullmatch(name):
+        if match := _PARTS_OF_WEIGHT.fullmatch(name):
             module, leaf = match.groups()
         else:
             module, _, leaf = name.rpartition(".") if name.rfind(".") > 0 else ("", "", name)

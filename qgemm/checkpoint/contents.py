@@ -71,6 +71,7 @@ class Contents:
     - ``conversions``: how tensors that the model holds in another form are made. Others go into the model unchanged.
     - ``headers``: the tensors as the model holds them: names, shapes, dtypes.
     - ``shapes``: ``[N, K]`` of quantized layers whose parameters don't show it, because packed ones are padded.
+    - ``grouped``: layers whose ``shapes`` are ``[groups, group size]``, because only the model tells those of layers.
     - ``report``: the content of ``qgemm.report``, unchecked, or None. ``lacks``: the name of a missing file without
       which the model still loads.
     - ``is_foreign``: whether it is another library's, whose config doesn't list quantized layers and tied tensors.
@@ -85,6 +86,7 @@ class Contents:
     conversions: dict[str, Conversion] = field(default_factory=dict)
     is_foreign: bool = False
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    grouped: set[str] = field(default_factory=set)
     report: dict[str, Any] | None = None
     lacks: str | None = None
     interleaves_experts: bool = False

@@ -16,12 +16,14 @@ from qgemm.checkpoint import (
     bitnet,
     bitsandbytes,
     compressed_tensors,
+    eetq,
     fp8,
     gpt_oss,
     gptq,
     hqq,
     mlx,
     modelopt,
+    quanto,
     quark,
     torchao,
 )
@@ -60,11 +62,13 @@ _READERS = {
     auto_round.OLD_METHOD: auto_round.read,
     torchao.QUANT_METHOD: torchao.read,
     hqq.QUANT_METHOD: hqq.read,
+    eetq.QUANT_METHOD: eetq.read,
     mlx.QUANT_METHOD: mlx.read,
     fp8.QUANT_METHOD: fp8.read,
     fp8.FBGEMM: fp8.read_fbgemm,
     modelopt.QUANT_METHOD: modelopt.read,
     quark.QUANT_METHOD: quark.read,
+    quanto.QUANT_METHOD: quanto.read,
     gpt_oss.QUANT_METHOD: gpt_oss.read,
     bitnet.QUANT_METHOD: bitnet.read,
 }
@@ -73,6 +77,7 @@ _OWN_CONFIGS = {
     gptq.CONFIG_FILE: gptq.QUANT_METHOD,
     awq.CONFIG_FILE: awq.QUANT_METHOD,
     modelopt.CONFIG_FILE: modelopt.QUANT_METHOD,
+    quanto.CONFIG_FILE: quanto.QUANT_METHOD,
 }
 # Keys of configs that name no method; each belongs to only one method.
 _MARKS = {
@@ -89,8 +94,8 @@ _TRANSFORMS = ("transform_config", "rotation_config", "spinquant_config", "hadam
 _NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.json is the one of this checkpoint"
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', "
-    "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8, int4), 'hqq' (axis 1), 'fp8', 'fbgemm_fp8', "
-    "'modelopt', 'quark', 'mxfp4' (GPT-OSS), 'bitnet', and MLX's files"
+    "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8, int4), 'hqq' (axis 1), 'eetq', 'fp8', 'fbgemm_fp8', "
+    "'modelopt', 'quark', 'quanto', 'mxfp4' (GPT-OSS), 'bitnet', and MLX's files"
 )
 
 
@@ -213,15 +218,13 @@ def _read_recognized(
 ) -> Contents:
     """The contents of files whose config says nothing, or names another format. ``said``: what it says, for errors.
 
-    Raises ``CheckpointError`` for what the tensors don't tell either, and for a format that isn't supported.
+    Raises ``CheckpointError`` for what the tensors don't tell either.
     """
     if found.unsaid:
         raise CheckpointError(
             f"{config_path} {said}, and the tensors, which are {found.format}'s, don't tell "
             f"{found.unsaid}: put the quantization_config there that their library wrote"
         )
-    if found.format not in _READERS:
-        raise unsupported(f"{config_path}: the tensors are {found.format}'s; the formats supported are {SUPPORTED}")
     if found.format == gptq.QUANT_METHOD:
         return gptq.read_without_config(stored, config_path)
     return _READERS[found.format](found.quantization, stored, config_path)
@@ -241,7 +244,8 @@ def settings(folder: Path, config: dict[str, Any]) -> Any:
         return stated
     for name, method in _OWN_CONFIGS.items():
         if os.path.lexists(folder / name):
-            return {"quant_method": method, **read_json(checkpoint_file(folder, name))}
+            own = read_json(checkpoint_file(folder, name))
+            return {"quant_method": method, **({quanto.MAP: own} if method == quanto.QUANT_METHOD else own)}
     return settings_of_mlx(config)
 
 
@@ -254,6 +258,7 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme
     """
     rename_as_model(contents, model)
     _leave_out(contents, model)
+    quanto.ungroup(contents, model, config_path)
     _check_shapes(contents, model, config_path)
     for layer in list(contents.manifest.layers):
         module = find_module(model, layer)

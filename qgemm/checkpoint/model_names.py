@@ -71,6 +71,7 @@ def rename_as_model(contents: Contents, model: nn.Module) -> None:
     names = {}
     layers: dict[str, QuantScheme] = {}
     shapes: dict[str, tuple[int, int]] = {}
+    grouped = set()
     for name in sorted(contents.headers, key=dot_natural_key):
         layer, leaf = split_name(name)
         if layer in contents.manifest.layers:
@@ -82,10 +83,12 @@ def rename_as_model(contents: Contents, model: nn.Module) -> None:
             layers[new_layer] = contents.manifest.layers[layer]
             if layer in contents.shapes:
                 shapes[new_layer] = contents.shapes[layer]
+            if layer in contents.grouped:
+                grouped.add(new_layer)
         else:
             names[name] = rename(name)
     contents.rename(names)
-    contents.shapes = shapes
+    contents.shapes, contents.grouped = shapes, grouped
     contents.manifest.layers.clear()
     contents.manifest.layers.update(layers)
 

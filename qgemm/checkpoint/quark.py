@@ -174,6 +174,7 @@ def _note_values(contents: Contents, layer: str, step: Step, in_order: bool) -> 
             return _signed8(value.t().contiguous() if step.is_by_group else value)
 
         contents.convert(name, name, (N, K), to_rows, INT8.storage)
+        contents.shapes[layer] = N, K
         return N, K
     words = matrix(contents, layer, "weight", torch.int32)
     if step.is_by_group:

@@ -17,12 +17,14 @@ from qgemm.checkpoint import (
     awq,
     bitsandbytes,
     compressed_tensors_groups,
+    eetq,
     fp8,
     gpt_oss,
     gptq,
     hqq,
     mlx,
     modelopt,
+    quanto,
     quark,
     torchao,
 )
@@ -33,9 +35,6 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
 from qgemm.numerics.formats import FP8_DTYPES, INT8
 from qgemm.numerics.integers import cdiv
-
-QUANTO = "quanto"
-"""Its own library writes tensors with a ``quanto_qmap.json`` and without a config; they aren't read."""
 
 _ACTIVATIONS = "whether activations are quantized, and how"
 _BLOCK = 128
@@ -79,13 +78,15 @@ def contradicts(method: str, found: Recognized) -> bool:
 def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
     """The format of ``stored``, the tensors in files; None if they are in float, or in no known format."""
     leaves = {split_name(name)[1] for name in stored}
+    if eetq.SCALES in leaves:
+        return Recognized(eetq.QUANT_METHOD)
     if "qweight" in leaves:
         # GPTQ's version shows in the values of zero points. AutoRound uses either layout.
         return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)
     if "scales" in leaves and any(_is_of_mlx(name, stored) for name in stored):
         return Recognized(mlx.QUANT_METHOD)
-    if any(".weight._data" in name for name in stored):
-        return Recognized(QUANTO)
+    if any(name.endswith((f".{quanto.WHOLE}", f".{quanto.PACKED}")) for name in stored):
+        return Recognized(quanto.QUANT_METHOD)
     if "weight_packed" in leaves:
         return Recognized(compressed_tensors_groups.QUANT_METHOD, "packed", unsaid=_ACTIVATIONS)
     if "_weight_qdata" in leaves:

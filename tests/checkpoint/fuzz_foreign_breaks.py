@@ -200,6 +200,8 @@ _WHOLE: dict[str, list[Any]] = {
         "mxfp4",
         "auto-round",
         "bitnet",
+        "quark",
+        "quanto",
         None,
         [],
         {},

@@ -1,4 +1,4 @@
-"""Good checkpoints of GPTQ, AWQ, AutoRound, BitNet, bitsandbytes' nf4, HQQ, MLX, Quark and torchao.
+"""Good checkpoints of GPTQ, AWQ, AutoRound, BitNet, bitsandbytes' nf4, EETQ, HQQ, MLX, quanto, Quark, torchao.
 
 What can be wrong with them is here, too. What a loaded layer must be is computed from the files by the formats'
 descriptions: the float weight that its values stand for.
@@ -17,9 +17,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from checkpoint.fuzz_breaks import Break
+from checkpoint.fuzz_eetq import check_eetq, layers_of_eetq
 from checkpoint.fuzz_hqq import check_hqq, layers_of_hqq
 from checkpoint.fuzz_json import NUMBERS, OTHERS, Unfit, content_of, dump, pick
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, load_saved
+from checkpoint.fuzz_quanto import check_quanto, layers_of_quanto
 from checkpoint.fuzz_quark import QUARK, break_steps, check_quark, layers_of_quark
 from checkpoint.mlx_layers import affine, small_floats, weight_of
 from checkpoint.packers import Layer
@@ -70,7 +72,9 @@ def make_packed(folder: Path, breaks: list[Break]) -> list[Good]:
         ("bitnet", [_ternary(seed) for seed in range(3)], {"quant_method": "bitnet"}, check_bitnet),
         ("mlx", [affine(4, 32, WIDTH, WIDTH), affine(6, 64, WIDTH, WIDTH), small_floats("mxfp4", WIDTH, WIDTH)])
         + (_OF_MLX, check_mlx),
+        ("eetq", layers_of_eetq(WIDTH), {"quant_method": "eetq", "weights": "int8"}, check_eetq),
         ("hqq", layers_of_hqq(WIDTH), {"quant_method": "hqq"}, check_hqq),
+        ("quanto", layers_of_quanto(WIDTH), {"quant_method": "quanto", "weights": "int4"}, check_quanto),
         ("quark", layers_of_quark(WIDTH), QUARK, check_quark),
     ]
     made = []
@@ -343,6 +347,10 @@ _PACKED = (
     "_weight_zero_point",
     "weight_zero_point",
     "input_zero_point",
+    "weight_scales",
+    "_data",
+    "_scale",
+    "_shift",
     "W_q",
     "scale",
     "zero",

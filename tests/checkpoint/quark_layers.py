@@ -85,7 +85,8 @@ def weight_of(own: Tensors, said: dict[str, Any], in_order: bool) -> Tensor:
     if size:
         values, scale, zeros = values.t(), scale.t(), zeros.t() if zeros.ndim == 2 else zeros
     scale, zeros = (each.reshape(-1, 1) if each.ndim < 2 else each for each in (scale, zeros))
-    scale, zeros = (each.repeat_interleave(size, 1) if size else each for each in (scale, zeros))
+    scale = scale.repeat_interleave(size, 1) if size else scale
+    zeros = zeros.repeat_interleave(size, 1) if size and not is_symmetric else zeros
     return (values.int() - zeros.int()).float() * scale
 
 

@@ -158,7 +158,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     # What the config says of the quantization.
     "not quantized": (in_json(CONFIG, "quantization_config", value=...), r"config\.json has no quantization_config"),
-    "other method": (quantization("quant_method", value="eetq"), r"quant_method is 'eetq'; the formats supported"),
+    "other method": (quantization("quant_method", value="vptq"), r"quant_method is 'vptq'; the formats supported"),
     "no method": (quantization("quant_method", value=...), r"a quantization_config without a quant_method"),
     "newer version": (
         quantization("format_version", value=3),

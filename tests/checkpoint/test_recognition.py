@@ -41,6 +41,7 @@ SAMPLES_ALONE = {
     "ct-nvfp4": ("compressed-tensors", ACTIVATIONS),
     "ct-w4a16-g128": ("compressed-tensors", ACTIVATIONS),
     "ct-w4a8-int": ("compressed-tensors", ACTIVATIONS),
+    "eetq-int8": ("eetq", ""),
     "fbgemm-fp8": ("fp8", ACTIVATIONS),
     "fp8-block128": ("fp8", ""),
     "fp8-block128-ue8m0": ("fp8", ""),
@@ -194,8 +195,8 @@ def test_blocks_of_fp8(layers: list[dict[str, Tensor]], unsaid: str, tmp_path: P
         ({"qweight": torch.ones(4, 4).int()}, r"0.scales is missing"),
         (MLX, "the tensors don't tell how many bits 0 has, and in which groups: put the quantization there that MLX"),
         (
-            {"weight._data": torch.ones(4, 4).char(), "weight._scale": torch.ones(4, 1)},
-            "the tensors are quanto's; the formats",
+            {"weight": torch.ones(4, 4).int(), "weight_scale": torch.ones(1, 32)},
+            "which are quark's, don't tell whether values are signed, and in which order",
         ),
     ],
 )

@@ -24,7 +24,7 @@ LARGEST = {"int8": 127, "fp8": 448}
 
 def float_model(name: str, quantized: Any) -> Any:
     config = json.loads((SAMPLES / name / "config.json").read_text())
-    del config["quantization_config"]
+    config.pop("quantization_config", None)  # quanto writes none
     model = type(quantized)(type(quantized.config)(**config)).float().eval()
     wanted = model.state_dict() | {"model.embed_tokens.weight": quantized.model.embed_tokens.weight}
     state = {

@@ -29,6 +29,7 @@ REFUSED = {
         "hqq-4bit-g64": "int4-64-float-zeros",
         "hqq-8bit-g32": "int8-weight-32-float-zeros",
         "mlx-mixed": "int4-64-float-zeros",
+        "quanto-mixed": "int4-channel-float-zeros",
         "torchao-int4": "int4-32-float-zeros",
     },
     "gptq": {
@@ -55,6 +56,7 @@ REFUSED = {
         "mlx-mixed": "int4-64-float-zeros",
         "mxfp4-gpt-oss": "mxfp4",
         "nvfp4-modelopt": "nvfp4",
+        "quanto-mixed": "int4-channel-float-zeros",
         "quark-fp8-kv": "fp8-static",
         "quark-int8-asym": "int8-static-asymmetric",
         "quark-mixed": "fp8-weight",
