@@ -274,6 +274,8 @@ def opened_attention(model: nn.Module, layers: Iterable[str] | None = None) -> I
         for module, (bias, out_proj) in closed.items():
             if not has_quant_layers(module):
                 _close(module, bias, out_proj)
+            else:
+                _separate_biases(module)
         for holder, name, value in fused:
             if not has_quant_layers(holder):
                 setattr(holder, name, value)
@@ -320,6 +322,14 @@ def _open(attention: nn.MultiheadAttention) -> None:
     # Encoder layers check this before they take their fused path.
     attention._qkv_same_embed_dim = False
     attention.__class__ = QuantMultiheadAttention  # type: ignore[assignment]
+
+
+def _separate_biases(attention: nn.Module) -> None:
+    """Gives the biases that ``_open`` made as views memory of their own: safetensors refuses parts of one storage."""
+    for layer in attention.children():
+        bias = layer._parameters.get("bias")
+        if bias is not None and bias.untyped_storage().nbytes() != bias.nbytes:
+            layer.bias = nn.Parameter(bias.detach().clone(), bias.requires_grad)
 
 
 def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:

@@ -68,7 +68,8 @@ class BlockScaledLinear(LinearLayer):
 
     def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
         """``weight``, and ``weight_scale`` of the first row of each block."""
-        return {"weight": values.contiguous(), "weight_scale": scale[::BLOCK].contiguous()}
+        of_blocks = scale[::BLOCK].clone(memory_format=torch.contiguous_format)  # a single row would be a view
+        return {"weight": values.contiguous(), "weight_scale": of_blocks}
 
     def rows_from(self, start: int, stop: int) -> dict[str, Tensor]:
         """As in ``LinearLayer``; of ``weight_scale``, the rows of the blocks."""

@@ -140,6 +140,23 @@ def test_a_part_in_float(family: str, name: str, prefix: str, tmp_path: Path) ->
     assert_same(type(part).from_pretrained(tmp_path / "part"), part)
 
 
+@pytest.mark.filterwarnings("ignore:only .* of the bytes")
+@pytest.mark.parametrize(
+    ("family", "name", "rest"), [("clip", "vision_model", {"skip": "vision_model"}), ("llama", "model", {})]
+)
+def test_a_part_in_float_that_is_saved_alone(family: str, name: str, rest: dict[str, Any], tmp_path: Path) -> None:
+    rest = rest or {"skip": "model", "include": "lm_head"}
+    model: Any = qgemm.quantize_model(FAMILIES[family]().model, **rest)
+    part, before = model.get_submodule(name), vars(model.config)["quantization_config"]
+    part.save_pretrained(tmp_path / "part")
+    config = json.loads((tmp_path / "part" / "config.json").read_text())
+    assert not config.keys() & {"quantization_config", "fusion_config"}
+    assert_same(type(part).from_pretrained(tmp_path / "part"), part)
+    assert vars(model.config)["quantization_config"] is before
+    model.save_pretrained(tmp_path / "whole")
+    assert_same(type(model).from_pretrained(tmp_path / "whole"), model)
+
+
 def test_a_part_in_float_with_ties(tmp_path: Path) -> None:
     # Files hold one of its embeddings.
     model = quantized("t5", skip="encoder.*")
@@ -295,6 +312,32 @@ def test_a_model_around_a_quantized_part(tmp_path: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
     model.vision_model.save_pretrained(tmp_path / "part")
     assert_same(CLIPVisionModel.from_pretrained(tmp_path / "part"), model.vision_model)
+
+
+def test_a_model_around_a_quantized_part_is_dequantized(tmp_path: Path) -> None:
+    model: Any = FAMILIES["clip"]().model
+    qgemm.quantize_model(model.vision_model)
+    model.dequantize()
+    assert not quantized_names(model)
+    for saved in (model, model.vision_model):
+        saved.save_pretrained(tmp_path)
+        assert "quantization_config" not in (tmp_path / "config.json").read_text()
+        assert_same(type(saved).from_pretrained(tmp_path), saved)
+    with pytest.raises(ValueError, match="first quantize"):
+        model.dequantize()
+
+
+@pytest.mark.parametrize(("family", "name"), [("clip", "vision_model"), ("llama", "model")])
+def test_a_part_of_a_quantized_model_is_dequantized(family: str, name: str, tmp_path: Path) -> None:
+    model: Any = qgemm.quantize_model(FAMILIES[family]().model, include="lm_head" if family == "llama" else None)
+    part = model.get_submodule(name)
+    part.dequantize()
+    assert quantized_names(model)
+    assert not quantized_names(part)
+    model.save_pretrained(tmp_path / "whole")
+    assert_same(type(model).from_pretrained(tmp_path / "whole"), model)
+    part.save_pretrained(tmp_path / "part")
+    assert_same(type(part).from_pretrained(tmp_path / "part"), part)
 
 
 def test_a_model_of_two_quantized_ones(tmp_path: Path) -> None:

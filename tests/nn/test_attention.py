@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families.schemes import EVERY_SCHEME
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 import qgemm
@@ -222,6 +224,18 @@ def test_float_layers_beside_quantized_ones_get_no_nested_tensors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@variants
+def test_safetensors_own_functions_save_and_load_it(variant: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    skip = "0.k_proj" if "kdim" in VARIANTS[variant] else None  # which stays in float beside the others
+    saved = qgemm.quantize_model(nn.ModuleList([make(variant)]), skip=skip)
+    save_model(saved, str(path))
+    loaded = qgemm.quantize_model(nn.ModuleList([make(variant)]), skip=skip)
+    load_model(loaded, str(path))
+    for (name, value), other in zip(saved.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+
+
 def test_attention_that_is_skipped_is_as_it_was() -> None:
     model = nn.Sequential(encoder().eval(), nn.Linear(32, 8)).eval()
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if name.startswith("0")}

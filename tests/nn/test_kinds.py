@@ -67,6 +67,13 @@ def test_a_new_layer_is_one_that_was_quantized_but_for_values(scheme: str, bias:
 
 
 @SCHEME
+def test_parameters_take_no_more_memory_than_they_show(scheme: str) -> None:
+    for name, parameter in make(scheme).named_parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes, name
+        assert parameter.is_contiguous(), name
+
+
+@SCHEME
 @DTYPES
 @pytest.mark.parametrize("shape", [(5, K), (K,), (2, 3, K), (0, K), (1, 1, K)])
 def test_the_output_is_close_to_the_float_layer_s(

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import part_configs
-from qgemm.checkpoint.refusal import FUSIONS_KEY
+from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer
 from qgemm.integrations.transformers.renaming import check_dtypes, check_files
@@ -46,34 +46,78 @@ def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_parts(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps transformers' ``save_pretrained``: lends a quantizer to a model with quantized layers that has none."""
+    """Wraps transformers' ``save_pretrained``: what has quantized layers has a quantizer, and what has none doesn't."""
 
     @functools.wraps(save_pretrained)
     def save_with_quantizer(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        has_one = getattr(self, "hf_quantizer", None) is not None
-        if has_one or not has_quant_layers(self):
-            return save_pretrained(self, *args, **kwargs)
-        with _lent_quantizer(self):
+        with _quantizer_lent(self) if has_quant_layers(self) else _marks_hidden(self):
             return save_pretrained(self, *args, **kwargs)
 
     return save_with_quantizer
 
 
+def dequantize_parts(dequantize: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps transformers' ``dequantize``: gives a quantizer, which this removes again, to such a model."""
+
+    @functools.wraps(dequantize)
+    def dequantize_with_quantizer(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "hf_quantizer", None) is not None or not has_quant_layers(self):
+            return dequantize(self, *args, **kwargs)
+        self.hf_quantizer = QGemmQuantizer(QGemmConfig(), pre_quantized=True)  # type: ignore[assignment]
+        try:
+            return dequantize(self, *args, **kwargs)
+        except BaseException:
+            del self.hf_quantizer
+            raise
+
+    return dequantize_with_quantizer
+
+
 @contextmanager
-def _lent_quantizer(model: PreTrainedModel) -> Iterator[None]:
-    # Its config may also be the whole model's.
+def _configs_restored(model: PreTrainedModel) -> Iterator[list[dict[str, Any]]]:
+    """The configs of ``model`` and its parts, of which what a save changes is restored: they may be a whole model's."""
     configs = [vars(config) for config in (model.config, *part_configs(model).values())]
     keys = ("quantization_config", FUSIONS_KEY)
     before = [{key: config[key] for key in keys if key in config} for config in configs]
-    model.hf_quantizer = QGemmQuantizer(QGemmConfig(), pre_quantized=True)  # type: ignore[assignment]
     try:
-        yield
+        yield configs
     finally:
-        del model.hf_quantizer
         for config, values in zip(configs, before, strict=True):
             for key in keys:
                 config.pop(key, None)
             config.update(values)
+
+
+@contextmanager
+def _quantizer_lent(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, ``model`` has a quantizer."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        yield
+        return
+    with _configs_restored(model):
+        model.hf_quantizer = QGemmQuantizer(QGemmConfig(), pre_quantized=True)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del model.hf_quantizer
+
+
+@contextmanager
+def _marks_hidden(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, ``model``, which is float, has nothing of the quantized one that it is or was a part of."""
+    with _configs_restored(model) as configs:
+        for config in configs:
+            if isinstance(config.get("quantization_config"), QGemmConfig):
+                del config["quantization_config"]
+            if (fusions := drop_refusal(config.pop(FUSIONS_KEY, None))) is not None:
+                config[FUSIONS_KEY] = fusions
+        own = {name: each for name, each in vars(model).items() if isinstance(each, QGemmQuantizer)}
+        for name in own:
+            delattr(model, name)
+        try:
+            yield
+        finally:
+            vars(model).update(own)
 
 
 def refuse_values(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -172,6 +172,11 @@ class QGemmQuantizer(HfQuantizer):
         transformers would use the config's dtype, which ``model.float()`` and the like don't update.
         """
         dequantized: PreTrainedModel = super().dequantize(model, float_dtype(model) if dtype is None else dtype)
+        for part in dequantized.modules():
+            if isinstance(part, PreTrainedModel):
+                # One that was quantized separately has a config of its own.
+                self.remove_quantization_config(part)
+                admit(part.config)
         return dequantized
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
