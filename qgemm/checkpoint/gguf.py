@@ -191,8 +191,9 @@ def _is_unused(name: str, config: dict[str, Any], settings: dict[str, Any]) -> b
     """Whether the model that ``config`` describes has nothing that is made from the tensor ``name``."""
     if config["model_type"] == GEMMA4_TEXT and is_shared(name, config):
         return True
-    has_next = settings.get(f"{settings['general.architecture']}.{NEXT}")
-    return name in (ROTARY_FACTORS, *LONG_FACTORS) or bool(has_next and is_of_next(name, config["num_hidden_layers"]))
+    architecture = settings["general.architecture"]
+    has_next = architecture in OWN_CONFIGS and bool(settings.get(f"{architecture}.{NEXT}"))
+    return name in (ROTARY_FACTORS, *LONG_FACTORS) or (has_next and is_of_next(name, config["num_hidden_layers"]))
 
 
 def _note_latents(contents: Contents, source: GgufModel, model: nn.Module) -> None:

@@ -364,6 +364,14 @@ def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
         qgemm.load_quantized(path)
 
 
+def test_layers_for_further_tokens_where_none_are_read(tmp_path: Path) -> None:
+    path = write_model(
+        tmp_path / "a.gguf", "llama", "Q8_0", {"blk.2.attn_norm.weight": np.ones(64, "f4")}, nextn_predict_layers=1
+    )
+    with pytest.raises(CheckpointError, match=r"holds tensors that the model doesn't have: blk.2.attn_norm.weight"):
+        qgemm.load_quantized(path)
+
+
 CALLED = {"mixtral": "llama", "nvfp4": "llama", "ministral3": "mistral3", **dict.fromkeys(KINDS, "gemma4")}
 CALLED |= dict.fromkeys(DEEPSEEK_KINDS, "deepseek2") | dict.fromkeys(GLM_KINDS, "glm4moe")
 BROKEN, COMPLETE_BROKEN = 100, 2000
