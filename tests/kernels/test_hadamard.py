@@ -8,7 +8,7 @@ from qgemm.kernels.launch.device import device_limits
 from qgemm.numerics.hadamard import block_size, hadamard
 
 # Each size of a block; 3 rows are fewer blocks than a tile has.
-WIDTHS = [16, 3 * 32, 64, 128, 256, 7 * 512, 1024, 2048, 3 * 4096, 8192]
+WIDTHS = [16, 3 * 32, 64, 128, 256, 7 * 512, 1024, 2048, 3 * 4096]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 
@@ -36,9 +36,9 @@ def test_many_small_blocks_and_strides(dtype: torch.dtype, device: torch.device)
 
 
 def test_sums_of_float16_do_not_overflow_on_the_way(device: torch.device) -> None:
-    x = torch.full((1, 8192), 512.0, device=device, dtype=torch.float16)
+    x = torch.full((1, 4096), 1000.0, device=device, dtype=torch.float16)
     out = launcher.hadamard(x)
-    assert out[0, 0] == torch.tensor(512 * 8192**0.5).half()
+    assert out[0, 0] == 64000
     assert not out[0, 1:].any()
 
 
@@ -53,7 +53,7 @@ def test_what_is_not_finite_stays_so(value: float, K: int, device: torch.device)
 
 
 def test_what_the_kernel_does_not_take_is_computed_all_the_same(device: torch.device) -> None:
-    for shape, dtype in (((3, 24), torch.bfloat16), ((2, 16384), torch.float16), ((3, 64), torch.float32)):
+    for shape, dtype in (((3, 24), torch.bfloat16), ((2, 8192), torch.float16), ((3, 64), torch.float32)):
         x = torch.randn(shape, device=device).to(dtype)
         assert not launcher.fits(x)
         assert torch.equal(dispatch.hadamard(x), hadamard(x))

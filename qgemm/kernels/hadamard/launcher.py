@@ -13,14 +13,14 @@ from qgemm.numerics.hadamard import block_size
 from qgemm.numerics.integers import cdiv
 
 MIN_SIZE = 16  # that a tensor core sums over
-MAX_SIZE = 8192  # larger blocks take longer than PyTorch's products
+MAX_SIZE = 4096  # larger blocks take longer than PyTorch's products
 MIN_SQUARE = MIN_SIZE * MIN_SIZE
 FEW_ROWS, MANY_ROWS = 16, 64  # of a tile, each of which is a smaller block
 VALUES_OF_THREAD = 32
 
 
 def fits(x: Tensor) -> bool:
-    """Whether the kernel takes ``x [..., K]``: in 16 bits, with blocks of 16 to 8,192 values."""
+    """Whether the kernel takes ``x [..., K]``: in 16 bits, with blocks of 16 to 4,096 values."""
     return x.dtype in (torch.bfloat16, torch.float16) and MIN_SIZE <= block_size(x.shape[-1]) <= MAX_SIZE
 
 
