@@ -29,6 +29,7 @@ BLOCK_BYTES = 8192  # of keys
 FEW_KEYS = 64
 PROGRAMS_PER_SM = 4  # the number to aim for
 MAX_COMBINED = 8192  # values at a time
+COMBINED_BY_WARP = 1024  # by a single one; with more values, two are faster
 # For prompts: BLOCK_R, BLOCK_N, num_warps and num_stages, by the maximum BLOCK_D for which registers suffice.
 PROMPT_BLOCKS = {128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
 PROMPT_BLOCKS_HOPPER = {128: (64, 64, 4, 3), 256: (64, 32, 8, 3)}
@@ -173,7 +174,8 @@ def _make_plan(call: AttentionCall) -> Plan:
     combined = min(next_power_of_2(parts), MAX_COMBINED // block_d)
     combine = Launch(
         _combine_kernel, B * S * Hq, (parts, max_length, Hkv, *strides[-2:]),
-        (S, group, D, window, block_n, combined, block_d, limits.pdl, next_early), num_warps=4, pdl=limits.pdl,
+        (S, group, D, window, block_n, combined, block_d, limits.pdl, next_early),
+        num_warps=_combining_warps(combined * block_d), pdl=limits.pdl,
     )  # fmt: skip
     return Plan(attend, combine, parts)
 
@@ -210,7 +212,8 @@ def _make_paged_plan(call: PagedCall, tokens: int) -> PagedPlan:
     combined = min(next_power_of_2(parts), MAX_COMBINED // block_d)
     combine = Launch(
         _combine_paged_kernel, B * few * Hq, (parts, Hkv),
-        (few, group, D, window, *block[:2], combined, block_d, limits.pdl, next_early), num_warps=4, pdl=limits.pdl,
+        (few, group, D, window, *block[:2], combined, block_d, limits.pdl, next_early),
+        num_warps=_combining_warps(combined * block_d), pdl=limits.pdl,
     )  # fmt: skip
     return PagedPlan(Plan(attend_few, combine, parts), many)
 
@@ -256,3 +259,8 @@ def _block(
 def _parts(heads: int, longest: int, block_n: int, limits: DeviceLimits) -> int:
     """The number of parts into which the keys of each of ``heads`` are split."""
     return max(1, min(limits.num_sms * PROGRAMS_PER_SM // heads, cdiv(longest, block_n)))
+
+
+def _combining_warps(values: int) -> int:
+    """The warps of a program that combines ``values`` at a time: the next kernel starts once all programs have."""
+    return 1 if values <= COMBINED_BY_WARP else 2
