@@ -85,6 +85,8 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
     if "qweight" in leaves:
         # GPTQ's version shows in the values of zero points. AutoRound uses either layout.
         return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)
+    if mlx.METAL_BIASES in leaves:
+        return Recognized(mlx.METAL)
     if "scales" in leaves and any(_is_of_mlx(name, stored) for name in stored):
         return Recognized(mlx.QUANT_METHOD)
     if any(name.endswith((f".{quanto.WHOLE}", f".{quanto.PACKED}")) for name in stored):
