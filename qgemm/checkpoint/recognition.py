@@ -113,6 +113,9 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
     if INT8.storage in dtypes and "weight_scale" in leaves:
         is_flat = all(len(tensor.shape) < 2 for name, tensor in stored.items() if name.endswith(".weight_scale"))
         if is_flat:
+            zeros = (tensor for name, tensor in stored.items() if name.endswith(".weight_zero_point"))
+            if any(len(tensor.shape) < 2 for tensor in zeros):
+                return Recognized(quark.QUANT_METHOD, unsaid=_ACTIVATIONS)
             return Recognized(QUANT_METHOD, unsaid="the scheme of each layer")
         return Recognized(compressed_tensors_groups.QUANT_METHOD, compressed_tensors_groups.INT, unsaid=_ACTIVATIONS)
     return None

@@ -59,7 +59,7 @@ SAMPLES_ALONE = {
     "mxfp4-gpt-oss": ("mxfp4", ""),
     "nvfp4-modelopt": ("modelopt", ""),
     "quark-fp8-kv": ("fp8", ACTIVATIONS),
-    "quark-int8-asym": ("qgemm", "the scheme of each layer"),
+    "quark-int8-asym": ("quark", ACTIVATIONS),
     "quark-mixed": ("quark", "whether values are signed, and in which order they are packed"),
     "torchao-fp8wo": ("torchao", ""),
     "torchao-int4": ("torchao", ""),
