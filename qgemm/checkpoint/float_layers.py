@@ -40,22 +40,22 @@ def note_fp8(contents: Contents, layer: str, scheme: QuantScheme, scale_leaf: st
     else:
         check_scale(contents, name, SCALE_DTYPES, {(), (1,), (1, 1), (N,), (N, 1)})
         if scheme.is_weight_only:
-            note_float_scale(contents, layer, N)
+            note_float_scale(contents, layer, N, scale_leaf)
         else:
             note_scaled(contents, sources, names, ((N, K), (N,)), lambda value: for_each(value.float(), N))
     contents.manifest.layers[layer] = scheme
 
 
-def note_float_scale(contents: Contents, layer: str, N: int) -> None:
+def note_float_scale(contents: Contents, layer: str, N: int, leaf: str = "weight_scale") -> None:
     """The scales of a layer that computes with any float dtype: unchanged, except for the shape ``[N, groups]``."""
-    name = f"{layer}.weight_scale"
+    name, made = f"{layer}.{leaf}", f"{layer}.weight_scale"
     scale = contents.stored[name]
     dtype = scale.dtype if scale.dtype in FLOAT_DTYPES[:3] else torch.float32
     assert dtype is not None
     if len(scale.shape) != 2 or scale.shape[0] != N:
-        contents.convert(name, name, (N, 1), lambda value: for_each(value.to(dtype), N)[:, None], dtype)
-    elif scale.dtype != dtype:
-        contents.convert(name, name, scale.shape, lambda value: value.to(dtype), dtype)
+        contents.convert(made, name, (N, 1), lambda value: for_each(value.to(dtype), N)[:, None], dtype)
+    elif scale.dtype != dtype or name != made:
+        contents.convert(made, name, scale.shape, lambda value: value.to(dtype), dtype)
 
 
 def note_input_scale(contents: Contents, layer: str, leaf: str = "input_scale") -> None:

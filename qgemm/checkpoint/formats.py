@@ -64,6 +64,7 @@ _READERS = {
     hqq.QUANT_METHOD: hqq.read,
     eetq.QUANT_METHOD: eetq.read,
     mlx.QUANT_METHOD: mlx.read,
+    mlx.METAL: mlx.read_metal,
     fp8.QUANT_METHOD: fp8.read,
     fp8.FBGEMM: fp8.read_fbgemm,
     modelopt.QUANT_METHOD: modelopt.read,
@@ -94,8 +95,8 @@ _TRANSFORMS = ("transform_config", "rotation_config", "spinquant_config", "hadam
 _NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.json is the one of this checkpoint"
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', "
-    "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8, int4), 'hqq' (axis 1), 'eetq', 'fp8', 'fbgemm_fp8', "
-    "'modelopt', 'quark', 'quanto', 'mxfp4' (GPT-OSS), 'bitnet', and MLX's files"
+    "'bitsandbytes' (int8, nf4, fp4), 'torchao' (int8, fp8, int4), 'hqq' (axis 1), 'eetq', 'metal', 'fp8', "
+    "'fbgemm_fp8', 'modelopt', 'quark', 'quanto', 'mxfp4' (GPT-OSS), 'bitnet', and MLX's files"
 )
 
 

@@ -13,7 +13,8 @@ become int4, others int8; with 4 and 8 bits ``q - 8`` or ``q - 128`` are stored,
 ``128 * scale`` is added to the bias, in float32.
 
 MLX has model code of its own, which stores some models in another form, under the same names in part. So only types
-that it is known to store as transformers does are read.
+that it is known to store as transformers does are read. transformers' own ``MetalConfig`` stores any model's linear
+layers as MLX's affine ones, with ``qbiases`` instead of ``biases`` and the same bits and groups in all of them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from qgemm.numerics.packing import pack_codes, packed_width
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 QUANT_METHOD = "mlx"
+METAL = "metal"
+METAL_BIASES = "qbiases"
 WORD = torch.uint32
 _AFFINE = "affine"
 # By mode: group size and bits if the config doesn't say them. Only those of affine layers may be others.
@@ -58,9 +61,13 @@ MODELS = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's ``mode``, bits and shape; ``experts``: how many there are, 0 if it isn't of a mixture."""
+    """One layer's ``mode``, bits and shape; ``experts``: how many there are, 0 if it isn't of a mixture.
+
+    ``biases``: what its biases of groups are called.
+    """
 
     name: str
+    biases: str
     mode: str
     bits: int
     size: int
@@ -105,18 +112,30 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
             f"{', '.join(MODELS)}"
         )
     own = settings_of_mlx(config)
-    quantization = quantization if own is None else own
-    contents = Contents.of_files(stored)
-    for name, tensor in stored.items():
-        layer, leaf = split_name(name)
-        if leaf == "weight" and tensor.dtype == WORD:
-            _note(contents, _layer(layer, quantization, stored, config_path))
+    contents = _read(quantization if own is None else own, stored, config_path, "biases")
     if config.get("quantize_activations"):
         contents.note("activations stay in float, where the checkpoint asks for those of nvfp4 and mxfp8")
     return contents
 
 
-def _layer(name: str, quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> _Layer:
+def read_metal(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
+    """Reads the contents of a checkpoint of transformers' ``MetalConfig``. Raises as ``read`` does."""
+    said: dict[str, Any] = {key: quantization[key] for key in ("bits", "group_size") if key in quantization}
+    return _read(said, stored, config_path, METAL_BIASES)
+
+
+def _read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path, biases: str) -> Contents:
+    contents = Contents.of_files(stored)
+    for name, tensor in stored.items():
+        layer, leaf = split_name(name)
+        if leaf == "weight" and tensor.dtype == WORD:
+            _note(contents, _layer(layer, biases, quantization, stored, config_path))
+    return contents
+
+
+def _layer(
+    name: str, biases: str, quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path
+) -> _Layer:
     """What the config and the headers say about a layer."""
     own = quantization.get(name)
     said = own if isinstance(own, dict) else quantization
@@ -126,9 +145,10 @@ def _layer(name: str, quantization: dict[str, Any], stored: dict[str, StoredTens
     usual = _DEFAULTS[mode]
     size, bits = (said.get(key, each) for key, each in zip(("group_size", "bits"), usual, strict=True))
     if said is quantization and not {"group_size", "bits"} & said.keys():
+        library = "transformers" if biases == METAL_BIASES else "MLX"
         raise CheckpointError(
-            f"{config_path} has no quantization_config of MLX, and the tensors don't tell how many bits {name} has, "
-            "and in which groups: put the quantization there that MLX wrote"
+            f"{config_path} has no quantization_config of {library}, and the tensors don't tell how many bits {name} "
+            f"has, and in which groups: put the quantization there that {library} wrote"
         )
     is_known = size == usual[0] and bits == usual[1] if mode != _AFFINE else type(bits) is int and bits in _BITS
     if not is_known or type(size) is not int or size < 1:
@@ -148,13 +168,13 @@ def _layer(name: str, quantization: dict[str, Any], stored: dict[str, StoredTens
         raise unfit(weight.path, f"{name}.weight", weight, f"[N, words of {bits} bits in groups of {size}]")
     shape = (*weight.shape[:-1], K // size)
     dtypes = BIAS_DTYPES if mode == _AFFINE else (torch.uint8,)
-    for leaf in ("scales", "biases") if mode == _AFFINE else ("scales",):
+    for leaf in ("scales", biases) if mode == _AFFINE else ("scales",):
         tensor = stored.get(f"{name}.{leaf}")
         if tensor is None or tensor.dtype not in dtypes or tensor.shape != shape:
             kind = "of a float dtype" if mode == _AFFINE else "torch.uint8"
             raise unfit(weight.path, f"{name}.{leaf}", tensor, f"{kind}, {list(shape)}")
     assert scales is not None
-    return _Layer(name, mode, bits, size, stack[0] if stack else 0, N, K)
+    return _Layer(name, biases, mode, bits, size, stack[0] if stack else 0, N, K)
 
 
 def _note(contents: Contents, layer: _Layer) -> None:
@@ -162,7 +182,7 @@ def _note(contents: Contents, layer: _Layer) -> None:
         scheme = layer.scheme
     except ValueError:
         raise unsupported_groups(contents.stored[f"{layer.name}.weight"].path, layer.name, layer.size) from None
-    leaves = ("weight", "scales", "biases") if layer.mode == _AFFINE else ("weight", "scales")
+    leaves = ("weight", "scales", layer.biases) if layer.mode == _AFFINE else ("weight", "scales")
     sources = [f"{layer.name}.{leaf}" for leaf in leaves]
     form, grid = scheme.weight.format, (layer.N, layer.K // layer.size)
     width = packed_width(layer.K) if form.bits == 4 else layer.K

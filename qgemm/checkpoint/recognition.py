@@ -83,6 +83,8 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
     if "qweight" in leaves:
         # GPTQ's version shows in the values of zero points. AutoRound uses either layout.
         return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)
+    if mlx.METAL_BIASES in leaves:
+        return Recognized(mlx.METAL)
     if "scales" in leaves and any(_is_of_mlx(name, stored) for name in stored):
         return Recognized(mlx.QUANT_METHOD)
     if any(name.endswith((f".{quanto.WHOLE}", f".{quanto.PACKED}")) for name in stored):
@@ -109,6 +111,9 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
     if INT8.storage in dtypes and "weight_scale" in leaves:
         is_flat = all(len(tensor.shape) < 2 for name, tensor in stored.items() if name.endswith(".weight_scale"))
         if is_flat:
+            zeros = (tensor for name, tensor in stored.items() if name.endswith(".weight_zero_point"))
+            if any(len(tensor.shape) < 2 for tensor in zeros):
+                return Recognized(quark.QUANT_METHOD, unsaid=_ACTIVATIONS)
             return Recognized(QUANT_METHOD, unsaid="the scheme of each layer")
         return Recognized(compressed_tensors_groups.QUANT_METHOD, compressed_tensors_groups.INT, unsaid=_ACTIVATIONS)
     return None

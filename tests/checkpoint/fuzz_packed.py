@@ -34,6 +34,8 @@ OWN_CONFIG, _KEY = "quantize_config.json", "quantization_config"
 WIDTH, ODD_WIDTH = 64, 48
 _OF_MLX = {"bits": 4, "group_size": 32, "layers.1": {"bits": 6, "group_size": 64}, "layers.2": {"mode": "mxfp4"}}
 
+_OF_METAL = {"bits": 4, "group_size": 32}
+
 
 class PackedFuzzNet(FuzzNet):
     """Three layers of 64 x 64."""
@@ -74,6 +76,7 @@ def make_packed(folder: Path, breaks: list[Break]) -> list[Good]:
         + (_OF_MLX, check_mlx),
         ("eetq", layers_of_eetq(WIDTH), {"quant_method": "eetq", "weights": "int8"}, check_eetq),
         ("hqq", layers_of_hqq(WIDTH), {"quant_method": "hqq"}, check_hqq),
+        ("metal", [_metal(seed) for seed in range(3)], {"quant_method": "metal", **_OF_METAL}, check_mlx),
         ("quanto", layers_of_quanto(WIDTH), {"quant_method": "quanto", "weights": "int4"}, check_quanto),
         ("quark", layers_of_quark(WIDTH), QUARK, check_quark),
     ]
@@ -170,6 +173,12 @@ def _ternary(seed: int) -> Tensors:
     parts = torch.randint(3, (4, WIDTH // 4, WIDTH))
     octets = (parts * torch.tensor([1, 4, 16, 64])[:, None, None]).sum(0)
     return {"weight": octets.to(torch.uint8), "weight_scale": torch.rand(1).bfloat16()}
+
+
+def _metal(seed: int) -> Tensors:
+    tensors = affine(4, 32, WIDTH, WIDTH, seed=seed)
+    biases = tensors.pop("biases")
+    return {**tensors, "qbiases": biases}
 
 
 def _bitsandbytes(seed: int, kind: str, form: Format, double: bool) -> Tensors:
@@ -270,6 +279,8 @@ def check_mlx(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:
         said = config.get(layer.layer_name)
         said = said if isinstance(said, dict) else config
         mode = said.get("mode", "affine")
+        if "qbiases" in own:  # of transformers' MetalConfig
+            own["biases"], said, mode = own["qbiases"], config, "affine"
         size, bits = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}[mode]
         _assert_weight(layer, weight_of(own, mode, said.get("bits", bits), said.get("group_size", size), torch.float32))
 
@@ -336,6 +347,7 @@ _PACKED = (
     "g_idx",
     "scales",
     "biases",
+    "qbiases",
     "absmax",
     "quant_map",
     "nested_absmax",

@@ -19,9 +19,9 @@ def packed(codes: np.ndarray[Any, Any], bits: int) -> Tensor:
     return torch.from_numpy(octets.view("<u4"))
 
 
-def affine(bits: int, size: int, *shape: int, dtype: torch.dtype = torch.float16) -> Tensors:
+def affine(bits: int, size: int, *shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensors:
     """The tensors of a layer in groups of ``size`` values."""
-    rng = np.random.default_rng(bits)
+    rng = np.random.default_rng(bits + 8 * seed)
     codes = rng.integers(0, 1 << bits, shape, dtype=np.int64)
     grid = (*shape[:-1], shape[-1] // size)
     scale, bias = (torch.from_numpy(rng.standard_normal(grid)).to(dtype) for _ in range(2))

@@ -82,6 +82,8 @@ def test_short_last_blocks(leaf: str, dtype: torch.dtype, tmp_path: Path) -> Non
         ({"weight_scale_inv": torch.tensor(0.5), "activation_scale": torch.tensor([0.25])}, STATIC, "fp8-static"),
         ({"weight_scale": torch.full((576, 1), 0.5, dtype=torch.bfloat16)}, FBGEMM, "fp8"),
         ({"weight_scale": torch.tensor(0.5, dtype=torch.bfloat16)}, ALONE, "fp8-weight"),
+        ({"weight_scale_inv": torch.tensor(0.5)}, ALONE, "fp8-weight"),
+        ({"weight_scale_inv": torch.full((576, 1), 0.5)}, ALONE, "fp8-weight"),
     ],
 )
 def test_one_scale_for_a_tensor_or_a_channel(

@@ -70,6 +70,44 @@ def test_bits(bits: int, size: int, K: int, scheme: str, dtype: torch.dtype, tmp
     assert error <= (2.0**-24 * zeros if bits in (4, 8) else 0.0)
 
 
+def metal(bits: int, size: int, *shape: int) -> dict[str, Tensor]:
+    """The tensors of a layer as transformers' ``MetalConfig`` writes them."""
+    tensors = affine(bits, size, *shape)
+    biases = tensors.pop("biases")
+    return {**tensors, "qbiases": biases}
+
+
+def test_the_sample_of_transformers_metal_config() -> None:
+    model, warned = load_sample("metal-4bit")
+    assert warned == []
+    assert {layer.scheme.name for layer in model.modules() if isinstance(layer, WeightOnlyLinear)} == {
+        "int4-32-float-zeros"
+    }
+    assert wrong_weights("metal-4bit") == []
+    assert logit_error("metal-4bit") < 1e-6
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_transformers_metal_config(bits: int, tmp_path: Path) -> None:
+    tensors = metal(bits, 32, 8, 64)
+    save_file({f"a.{leaf}": tensor for leaf, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    quantization = {"quant_method": "metal", "bits": bits, "group_size": 32, "modules_to_not_convert": ["lm_head"]}
+    config = {"model_type": "qwen3_next", "quantization_config": quantization}  # of any model
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = qgemm.load_quantized(tmp_path, model=linears(a=(8, 64)))["a"]
+    weight = weight_of({**tensors, "biases": tensors["qbiases"]}, "affine", bits, 32)
+    assert (layer.dequantize(torch.float64).weight - weight).abs().amax() <= 2.0**-23 * weight.abs().amax() * 2
+    for part, message in (
+        ({}, "has no quantization_config of transformers, and the tensors don't tell how many bits a has, and in"),
+        ({"quant_method": "metal"}, "has no quantization_config of transformers, and the tensors don't tell how many"),
+        ({**quantization, "bits": 7}, "a has 7 bits in groups of 32 values|a.weight is"),
+        ({**quantization, "group_size": 48}, r"a.weight is .*words of \d bits in groups of 48"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": part} if part else {}))
+        with pytest.raises(CheckpointError, match=message):
+            qgemm.load_quantized(tmp_path, model=linears(a=(8, 64)))
+
+
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
 def test_small_floats(mode: str, tmp_path: Path) -> None:
     tensors, size, bits = small_floats(mode, 5, 96), 16 if mode == "nvfp4" else 32, 8 if mode == "mxfp8" else 4

@@ -54,11 +54,12 @@ SAMPLES_ALONE = {
     "gptq-v2-4bit-g64-asym": ("gptq", VERSION),
     "hqq-4bit-g64": ("hqq", ""),
     "hqq-8bit-g32": ("hqq", ""),
+    "metal-4bit": ("metal", "how many bits .*, and in which groups"),
     "mlx-mixed": ("mlx", "how many bits .*, and in which groups"),
     "mxfp4-gpt-oss": ("mxfp4", ""),
     "nvfp4-modelopt": ("modelopt", ""),
     "quark-fp8-kv": ("fp8", ACTIVATIONS),
-    "quark-int8-asym": ("qgemm", "the scheme of each layer"),
+    "quark-int8-asym": ("quark", ACTIVATIONS),
     "quark-mixed": ("quark", "whether values are signed, and in which order they are packed"),
     "torchao-fp8wo": ("torchao", ""),
     "torchao-int4": ("torchao", ""),
@@ -98,7 +99,9 @@ def test_samples_without_their_config(name: str, tmp_path: Path) -> None:
     assert found is not None
     assert found.format == format
     if unsaid:
-        with pytest.raises(CheckpointError, match=rf"has no quantization_config( of (GPTQ|MLX))?, and .*{unsaid}"):
+        with pytest.raises(
+            CheckpointError, match=rf"has no quantization_config( of (GPTQ|MLX|transformers))?, and .*{unsaid}"
+        ):
             contents_of(folder)
         return
     alone, wanted = contents_of(folder), contents_of(SAMPLES / name)

@@ -161,6 +161,7 @@ SAMPLES_OF_LIBRARIES = {
     "gptq-v2-4bit-g64-asym": "gptq (4 bits, groups of 64)",
     "hqq-4bit-g64": "hqq",
     "hqq-8bit-g32": "hqq",
+    "metal-4bit": "metal (4 bits, groups of 32)",
     "mlx-mixed": "mlx (4 bits, groups of 64)",
     "mxfp4-gpt-oss": "mxfp4",
     "nvfp4-modelopt": "modelopt (NVFP4)",
