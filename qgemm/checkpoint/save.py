@@ -46,7 +46,7 @@ from qgemm.checkpoint.safetensors_file import DTYPE_CODES, SAVE
 from qgemm.checkpoint.safetensors_writer import check_tensor_name, write_safetensors
 from qgemm.checkpoint.staging import StagedFiles, remove_files
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
-from qgemm.model.report import QuantReport
+from qgemm.model.report import QuantReport, stored_report
 from qgemm.nn.quant_layer import QuantLayer, quant_layers
 from qgemm.warn import warn_user
 
@@ -92,7 +92,7 @@ def save_quantized(
     save = Save(secrets.token_hex(8))
     if format == QUANT_METHOD:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
-        save.report = getattr(model, "_qgemm_report", None)
+        save.report = stored_report(model)
         quantization = Manifest.of(layers, ties).to_dict()
     else:
         tensors = _OF_OTHERS[format].tensors_to_write(model, layers, tensors, ties)

@@ -166,21 +166,22 @@ class QuantReport:
 _NUMERIC = frozenset({"before", "after", "error", "output"})
 _ALWAYS_SHOWN = 6
 _OPTIONAL = {"note", "output_error"}
+_ADAPTED = ".base_layer"  # PEFT's name of a layer below an adapter
 # For records that are read, in which numbers may have hundreds of digits.
 _MAX_ERROR = 1e300
 
 
 def report(model: nn.Module) -> QuantReport:
-    """Reports what ``quantize_model`` did to ``model``, layer by layer.
+    """Reports what ``quantize_model`` did to ``model``, layer by layer, and what layers are that changed since then.
 
     For a model that was assembled by hand, or that another program quantized, it lists the quantized layers, without
     errors. Their size before is computed for the dtype of the bias, or else of the model's first parameter that isn't
     quantized. Raises ``ValueError`` if there are none.
     """
     check_model(model)
-    stored = getattr(model, "_qgemm_report", None)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
-    if isinstance(stored, QuantReport) and (layers or not stored.quantized):  # otherwise it is float again
+    stored = stored_report(model)
+    if stored is not None and (layers or stored is getattr(model, "_qgemm_report", None)):
         return stored
     if not layers:
         raise ValueError(
@@ -188,6 +189,34 @@ def report(model: nn.Module) -> QuantReport:
         )
     dtype = float_dtype(model) or torch.float32
     return QuantReport(tuple(_derive_record(name, layer, dtype) for name, layer in layers.items()))
+
+
+def stored_report(model: nn.Module) -> QuantReport | None:
+    """What ``quantize_model`` stored for ``model``, or for the model inside of an adapter's; None if that is nothing.
+
+    Layers that were quantized since then, as parts of the model or by hand, have records without errors, layers that
+    were replaced by others are in float, and those that are gone have no record.
+    """
+    stored = getattr(model, "_qgemm_report", None)
+    if not isinstance(stored, QuantReport):
+        return None
+    holder = next((each for each in model.modules() if vars(each).get("_qgemm_report") is stored), model)
+    modules = {name.removesuffix(_ADAPTED): module for name, module in holder.named_modules() if name}
+    layers = {name: module for name, module in modules.items() if isinstance(module, QuantLayer)}
+    dtype = float_dtype(holder) or torch.float32
+    records = []
+    for record in stored.records:
+        layer = layers.pop(record.name, None)
+        if layer is not None and layer.scheme.name != record.action:
+            record = _derive_record(record.name, layer, dtype)
+        elif layer is None and record.is_quantized:
+            if record.name not in modules:
+                continue
+            reason, after = "it was replaced after quantize_model", parameter_bytes(modules[record.name])
+            record = LayerRecord(record.name, record.kind, KEPT, reason, record.bytes_before, after, None)
+        records.append(record)
+    records += [_derive_record(name, layer, dtype) for name, layer in layers.items()]
+    return stored if tuple(records) == stored.records else QuantReport(tuple(records), stored.recipe)
 
 
 def give_report(

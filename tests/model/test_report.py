@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch import nn
 
 import qgemm
 from qgemm.model.report import LayerRecord, QuantReport, report
+from qgemm.nn import QuantLinear
 from qgemm.quantize import quantize_model
 
 RECORDS = (
@@ -169,6 +171,38 @@ def test_report_of_a_model_that_is_float_again() -> None:
     model[0] = model[0].dequantize()
     with pytest.raises(ValueError, match="holds no quantized layer"):
         report(model)
+
+
+def test_report_of_layers_that_changed_since_then(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+
+    model = quantize_model(build(), {"3": "int4", "*": "int8"}, skip="0")
+    before = {record.name: record for record in report(model).records}
+    quantize_model(nn.Sequential(model[0]), "fp8")  # keeps its layer to itself
+    assert report(model).records == tuple(before.values())
+    model[0] = quantize_model(nn.Sequential(model[0]), "fp8")[0]
+    model[1] = model[1].dequantize()
+    model[2] = QuantLinear.from_linear(nn.Linear(16, 16), "fp8")
+    model._modules["last"] = model._modules.pop("4")
+    qgemm.save_quantized(model, tmp_path)
+
+    def build_again() -> nn.Module:
+        again = build()
+        again._modules["last"] = again._modules.pop("4")
+        return again
+
+    for result in (report(model), report(qgemm.load_quantized(tmp_path, model=build_again))):
+        actions = [(one.name, one.action, one.reason, one.weight_error is None) for one in result.records]
+        assert actions == [
+            ("0", "fp8", "", True),
+            ("1", "float", "it was replaced after quantize_model", True),
+            ("2", "fp8", "", True),
+            ("3", "int4", "", False),
+            ("last", "int8", "", True),
+        ]
+        assert result.records[3] == before["3"]
+        assert result.records[1].bytes_after == result.records[1].bytes_before == before["1"].bytes_before
 
 
 def test_report_of_a_float_model() -> None:

@@ -17,7 +17,7 @@ from qgemm.checkpoint.safetensors_file import CHECKSUMS, SAVE
 from qgemm.checkpoint.stored_report import REPORT
 from qgemm.checkpoint.tensors import find_ties, stored_tensors
 from qgemm.integrations.transformers.config import QGemmConfig
-from qgemm.model.report import QuantReport
+from qgemm.model.report import stored_report
 from qgemm.nn.quant_layer import QuantLayer, quant_layers
 
 
@@ -26,7 +26,7 @@ def tensors_and_metadata(model: PreTrainedModel) -> tuple[dict[str, Tensor] | No
     is_adapter = getattr(model, "_hf_peft_config_loaded", False)  # the files contain only the adapter, and no config
     metadata = {} if is_adapter else {SAVE: secrets.token_hex(8)}
     describe(model, metadata.get(SAVE))
-    report: QuantReport | None = getattr(model, "_qgemm_report", None)
+    report = stored_report(model)
     if report is not None and not is_adapter:
         metadata[REPORT] = json.dumps(report.to_dict())
     tensors = stored_tensors(model)
