@@ -19,7 +19,8 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ _ALGORITHMS = {"rotation": ("r4", "online_r1_rotation"), "quarot": ("r4", "onlin
 _ASYMMETRIC = "the zero point is not 0, but the config says that the layer is quantized symmetrically"
 _SHIFTED = "the zero point of the input is not 0, but the config says that it is quantized symmetrically"
 _WORD = 8  # values of 4 bits
+_GATES_AND_UPS = re.compile(r".*\.experts\.\d+\.gate_up_proj")
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
@@ -85,6 +87,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
                 _note_layer(contents, layer, leaf, quantization, packed == "order")
             except Unsupported as problem:
                 raise unsupported(f"{config_path}: {layer} {problem}; {_READS}") from None
+    _split_gates(contents)
     leave_to_cache(contents, {**quantization, **export})
     _leave_outputs(contents, quantization)
     return contents
@@ -262,6 +265,40 @@ def _pack_groups(words: Tensor, N: int, K: int, in_order: bool, flip: int) -> Te
 
     made = by_rows(pack, words.t().contiguous(), K * _WORD)
     return made.view(made.shape[0] * _WORD, packed_width(K))[:N].contiguous()
+
+
+def _split_gates(contents: Contents) -> None:
+    """Divides the ``gate_up_proj`` of single experts of GPT-OSS, whose rows are gate 0, up 0, gate 1, ..., into two."""
+    layers, names = contents.manifest.layers, dict[str, list[str]]()
+    for name in contents.headers:
+        layer, _ = split_name(name)
+        if layer in layers and _GATES_AND_UPS.fullmatch(layer):
+            names.setdefault(layer, []).append(name)
+    for layer, own in names.items():
+        headers, scheme = {name: contents.headers[name] for name in own}, layers.pop(layer)
+        rows = headers[f"{layer}.weight"].shape[0]
+        if rows % 2:
+            raise unfit(
+                headers[own[0]].path, f"{layer}.weight", headers[f"{layer}.weight"], "of an even number of rows"
+            )
+        parts = [layer.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
+        made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
+        for part in parts:
+            for name, tensor in headers.items():
+                shape, dtype = tensor.shape, tensor.dtype
+                assert dtype is not None
+                shape = (rows // 2, *shape[1:]) if shape[:1] == (rows,) else shape
+                made[f"{part}.{split_name(name)[1]}"] = name, shape, dtype
+            layers[part] = scheme
+            if layer in contents.shapes:
+                contents.shapes[part] = rows // 2, contents.shapes[layer][1]
+        contents.shapes.pop(layer, None)
+        contents.convert_further(made, own, partial(_every_other_row, own, rows))
+
+
+def _every_other_row(names: list[str], rows: int, found: Mapping[str, Tensor]) -> list[Tensor]:
+    values = [found[name] for name in names]
+    return [(each[first::2] if each.shape[:1] == (rows,) else each).clone() for first in (0, 1) for each in values]
 
 
 def _leave_outputs(contents: Contents, quantization: dict[str, Any]) -> None:

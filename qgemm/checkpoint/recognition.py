@@ -60,6 +60,7 @@ class Recognized:
 _ALIKE: dict[str, tuple[str, ...]] = {
     fp8.QUANT_METHOD: (fp8.FBGEMM, modelopt.QUANT_METHOD, compressed_tensors_groups.QUANT_METHOD),
     QUANT_METHOD: (compressed_tensors_groups.QUANT_METHOD, modelopt.QUANT_METHOD),
+    quark.QUANT_METHOD: (compressed_tensors_groups.QUANT_METHOD, modelopt.QUANT_METHOD),
 }
 
 

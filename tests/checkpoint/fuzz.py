@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
@@ -318,7 +319,8 @@ def read_files(files: Files, held: Mapping[str, bytes | Link | Special]) -> dict
         assert isinstance(content, bytes)
         try:
             tensors.update(parse_safetensors(content))
-        except KeyError:  # a dtype that this version of the library doesn't know
+        # A dtype that this version of the library doesn't know; a header with "-0", which is a whole number in JSON.
+        except (KeyError, SafetensorError):
             tensors.update(parse_by_hand(content))
     return tensors
 

@@ -76,10 +76,13 @@ def _from_blocks(files: Tensors) -> Tensors:
 
 
 def _from_transposed(files: Tensors) -> Tensors:
-    return {
-        name: tensor.transpose(1, 2).contiguous() if tensor.ndim == 3 and not name.endswith("_scale") else tensor
-        for name, tensor in from_compressed_tensors(files).items()
-    }
+    found = from_compressed_tensors(files)
+    for name, tensor in found.items():
+        if tensor.ndim == 3:
+            # Scales have their only column first, or last.
+            is_scale = name.endswith("_scale")
+            found[name] = tensor.flatten(1)[:, :, None] if is_scale else tensor.transpose(1, 2).contiguous()
+    return found
 
 
 def _from_turns(files: Tensors) -> Tensors:

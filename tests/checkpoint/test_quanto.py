@@ -40,6 +40,7 @@ def test_the_sample() -> None:
     assert logit_error(NAME) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_sample_in_transformers_and_without_its_map(tmp_path: Path) -> None:
     folder, wanted = Path(shutil.copytree(SAMPLES / NAME, tmp_path / "copy")), load_sample(NAME)[0]
     for _ in range(2):

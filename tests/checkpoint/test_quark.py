@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import qgemm
+from checkpoint.foreign import same_tensors
 from checkpoint.packers import linears
 from checkpoint.quark_layers import TOKENS, Tensors, fp8, integers, mxfp4, step, weight_of
+from checkpoint.samples import SAMPLES as FOLDERS
 from checkpoint.samples import load_sample, logit_error, wrong_weights
 from qgemm import CheckpointError
 from qgemm.nn.quant_layer import QuantLayer
@@ -201,6 +204,30 @@ def test_int4_by_int8(weight: dict[str, Any], scheme: str, tmp_path: Path) -> No
     layer = load(tmp_path, tensors, 16, 64, weight, {"dtype": "int8", **TOKENS})
     assert layer.scheme.name == scheme
     assert torch.equal(layer.dequantize(torch.float32).weight, wanted)
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """A layer for each expert, with gates and ups in one."""
+    name, own = "mxfp4-gpt-oss", {}
+    for key, tensor in load_file(FOLDERS / name / "model.safetensors").items():
+        stem, _, leaf = key.rpartition(".")
+        match = re.fullmatch("(gate_up_proj|down_proj)_(blocks|scales|bias)", leaf)
+        for expert, value in enumerate(tensor) if match else ():
+            part = {"blocks": "weight", "scales": "weight_scale", "bias": "bias"}[match[2]]
+            own[f"{stem}.{expert}.{match[1]}.{part}"] = (value.flatten(1) if part == "weight" else value).clone()
+        if not match:
+            own[key] = tensor
+    save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((FOLDERS / name / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "quark", "global_quant_config": {"weight": MXFP4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert same_tensors(qgemm.load_quantized(tmp_path).float(), load_sample(name)[0])
+    odd = next(key for key in own if key.endswith("0.gate_up_proj.weight"))
+    for key in (odd, f"{odd}_scale"):
+        own[key] = own[key][:-1].clone()
+    save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"0.gate_up_proj.weight is .* it must be of an even number of rows"):
+        qgemm.load_quantized(tmp_path)
 
 
 def test_what_attention_and_outputs_would_round(tmp_path: Path) -> None:
