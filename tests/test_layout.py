@@ -22,6 +22,7 @@ EXCEPTIONS = {
     "kernels/stages/test_seed_kernels.py",
     "kernels/test_compile.py",
     "kernels/test_machine_code.py",
+    "test_fuzz_states.py",
     "test_imports.py",
     "test_layout.py",
     "test_packaging.py",

@@ -47,7 +47,9 @@ from qgemm.checkpoint.stored_report import parse_report, warn_without_report
 from qgemm.checkpoint.tensors import BIAS_DTYPES, dtype_name, forget_ties, get_tensor, named_tensors, set_tensor
 from qgemm.device import find_device
 from qgemm.fusion import fuse as fuse_layers
+from qgemm.fusion import unfuse
 from qgemm.model.announce import announce_quantized
+from qgemm.model.report import drop_reports
 from qgemm.nn import QuantLayer
 from qgemm.nn.attention import opened_attention
 from qgemm.scheme import QuantScheme, resolve_scheme
@@ -254,6 +256,8 @@ def _generation_config(folder: Path, config: dict[str, Any]) -> Any:
 
 def _put_in_place(found: Matching, values: dict[str, Tensor], device: torch.device) -> None:
     model, tied = found.model, found.contents.manifest.tied
+    unfuse(model)  # a given model may be quantized and fused
+    drop_reports(model)
     with opened_attention(model, found.layers):
         for name, layer in found.layers.items():
             model.set_submodule(name, layer)

@@ -113,6 +113,8 @@ def _quantized_like(module: nn.Module, scheme: QuantScheme) -> QuantLayer:
     elif isinstance(module, nn.Linear) or is_conv1d(module):
         (N, K), has_bias = linear_weight(module).shape, module.bias is not None
     elif isinstance(module, QuantExperts):
+        if module.scheme != scheme:
+            raise ValueError(f"already in scheme {module.scheme.name!r} instead of {scheme.name!r}: pass a float model")
         return copy.deepcopy(module).to("meta")
     else:
         try:

@@ -45,7 +45,8 @@ def carry_over(module: nn.Module, quantized: QuantLayer) -> None:
     """
     share_hooks(module, quantized)
     if isinstance(quantized, KINDS):
-        vars(quantized).update(_attributes(module))
+        own = _names_needed() if isinstance(module, QuantLayer) else ()
+        vars(quantized).update({name: value for name, value in _attributes(module).items() if name not in own})
         quantized._modules.update(module._modules)
         quantized._buffers.update(module._buffers)
         quantized._non_persistent_buffers_set |= module._non_persistent_buffers_set

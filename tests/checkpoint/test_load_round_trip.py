@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, UNLIKE, Example
+from families.mixtures import MIXTURES
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -244,6 +247,27 @@ def test_other_model(given: Any, tmp_path: Path) -> None:
     assert loaded.head.weight is loaded.embed.weight
     assert not any(parameter.requires_grad for parameter in loaded.block[0].parameters())
     assert loaded.embed.weight.requires_grad
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_a_model_that_is_quantized_already(scheme: str, tmp_path: Path) -> None:
+    model = quantize_model(tiny_llama())
+    save_quantized(model, tmp_path)
+    given: Any = quantize_model(tiny_llama(), scheme, fuse=True)
+    former = weakref.ref(given.model.layers[0].mlp.up_proj)
+    loaded = load_quantized(tmp_path, model=given)
+    assert_same_tensors(loaded, model)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert report(loaded) == report(model)
+    gc.collect()
+    assert former() is None, "what was fused keeps it"
+
+
+def test_experts_that_are_quantized_already(tmp_path: Path) -> None:
+    build = MIXTURES["qwen3_moe"]
+    save_quantized(quantize_model(build().model), tmp_path)
+    with pytest.raises(CheckpointError, match=r"experts, which is a QuantExperts, already in scheme 'int4'"):
+        load_quantized(tmp_path, model=quantize_model(build().model, "int4"))
 
 
 def test_other_model_on_meta(tmp_path: Path) -> None:
