@@ -157,14 +157,14 @@ def main() -> None:
     disable_progress_bar()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    counts = Counter(failed=0)
+    counts: Counter[str] = Counter()
     for number in range(options.cases) if options.only is None else [options.only]:
         failure, done = run_case(options.seed, number)
         counts += done
         if failure:
             counts["failed"] += 1
             print(f"case {number}: {failure}", flush=True)
-    print(dict(counts))
+    print(dict(counts) | {"failed": counts["failed"]})
     sys.exit(counts["failed"] > 0)
 
 
