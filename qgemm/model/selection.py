@@ -107,7 +107,9 @@ def listed(names: Sequence[object], many: int = _MANY, show: Callable[[object], 
 def _check_not_quantized(model: nn.Module) -> None:
     kinds = Counter(type(module).__name__ for module in model.modules() if isinstance(module, QuantLayer))
     if kinds:
-        counted = " and ".join(f"{count} of its layers are {kind}" for kind, count in kinds.items())
+        counted = " and ".join(
+            f"{count} of its layers {'is' if count == 1 else 'are'} {kind}" for kind, count in kinds.items()
+        )
         raise ValueError(
             f"{type(model).__name__} is quantized already: {counted}. "
             "Start from the float model, and pass in skip what must stay in float"
