@@ -69,17 +69,20 @@ def operator(
 def differentiable(name: str, direct: Function, setup_context: Function, backward: Function) -> Function:
     """``direct`` with gradients in reverse mode, for calls that nothing but these needs to see.
 
-    The other arguments are those of ``operator``. Through the dispatcher such a call takes the host several times as
-    long: it crosses into Python for autograd, and again for the implementation.
+    Its first argument is what a plan recalls for such a call without gradients, or None; the arguments of ``direct``
+    follow. The other parameters are those of ``operator``. Through the dispatcher such a call takes the host several
+    times as long: it crosses into Python for autograd, and again for the implementation.
     """
 
-    def forward(ctx: Any, *args: Any) -> Any:
-        out = direct(*args)
+    def forward(ctx: Any, recalled: Function | None, *args: Any) -> Any:
+        out = None if recalled is None else recalled(*args)
+        if out is None:
+            out = direct(*args)
         setup_context(ctx, args, out)
         return out
 
     def backward_of_all(ctx: Any, *grads: Tensor) -> Any:
-        return tuple(backward(ctx, ctx.needs_input_grad, *grads))
+        return None, *backward(ctx, ctx.needs_input_grad[1:], *grads)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)}
     # Single-level, because no transform of torch.func is active: looking for those takes as long as all the rest.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import checks, dispatch
-from qgemm.kernels.launch.plans import recall, remember
+from qgemm.kernels.launch.plans import Run, recall, remember
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import dispatch as weight_only
@@ -70,8 +70,10 @@ def quant_linear(
     tensors = x, weight, weight_scale, bias, input_scale, residual
     if seen_by_others(*tensors):
         if concerns_gradients_alone(*tensors):
-            remember(_quant_linear_with_gradients, *tensors, differentiates=True)
-            return _quant_linear_with_gradients(*tensors)
+            out = _quant_linear_with_gradients(None, *tensors)
+            run = _recall_without_gradients(*tensors)
+            remember(partial(_quant_linear_with_gradients, run), *tensors, differentiates=True)
+            return out
         out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale, residual)
         return out
     return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable=True)
@@ -101,8 +103,10 @@ def weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None 
     tensors = x, values, scale, bias, other, residual
     if seen_by_others(*tensors):
         if concerns_gradients_alone(*tensors):
-            remember(_with_gradients_of(weight), *tensors, what, differentiates=True)
-            return _weight_only_linear_with_gradients(x, *weight, residual)
+            out = _weight_only_linear_with_gradients(None, x, *weight, residual)
+            run = _recall_without_gradients(*tensors, what)
+            remember(_with_gradients_of(weight, run), *tensors, what, differentiates=True)
+            return out
         out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
     return weight_only.weight_only_linear(x, weight, residual, recallable=True)
@@ -120,21 +124,34 @@ def _weight_only_linear_in_order(
     return weight_only_linear(x.index_select(-1, input_order), ordered, residual)
 
 
-def _with_gradients_of(weight: ScaledWeight) -> Callable[..., Tensor]:
-    """``_weight_only_linear_with_gradients`` for the arguments that ``recall`` knows weights like this one by."""
+def _recall_without_gradients(*call: Any) -> Run | None:
+    """What such a call recalls where no gradients are recorded, if one was made there before."""
+    with torch.no_grad():
+        return recall(*call)
+
+
+def _with_gradients_of(weight: ScaledWeight, run: Run | None) -> Callable[..., Tensor]:
+    """``_weight_only_linear_with_gradients`` for the arguments that ``recall`` knows weights like this one by.
+
+    ``run``: what such a call recalls without gradients.
+    """
     numbers, has_step, has_unit = weight[6:10], weight.step is not None, weight.global_scale is not None
 
-    def run(
+    def recalled(*fields: Any) -> Tensor | None:
+        assert run is not None
+        x, values, scale, zero_point, unit, _, bias = fields[:7]
+        return run(x, values, scale, bias, fields[11] if has_step else unit if has_unit else zero_point, fields[12])
+
+    def with_gradients(
         x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, other: Tensor | None, residual: Tensor | None
     ) -> Tensor:
         step = other if has_step else None
         unit = other if has_unit else None
         zero_point = None if has_step or has_unit else other
-        return _weight_only_linear_with_gradients(
-            x, values, scale, zero_point, unit, None, bias, *numbers, step, residual
-        )
+        fields = x, values, scale, zero_point, unit, None, bias, *numbers, step, residual
+        return _weight_only_linear_with_gradients(None if run is None else recalled, *fields)
 
-    return run
+    return with_gradients
 
 
 def block_scaled_linear(
@@ -157,17 +174,26 @@ def block_scaled_linear(
     tensors = x, weight, weight_scale, bias, None, residual
     if seen_by_others(*tensors):
         if concerns_gradients_alone(*tensors):
-            remember(_recalled_block_scaled, *tensors, "blocks", differentiates=True)
-            return _block_scaled_linear_with_gradients(x, weight, weight_scale, bias, residual)
+            out = _block_scaled_linear_with_gradients(None, x, weight, weight_scale, bias, residual)
+            run = _recall_without_gradients(*tensors, "blocks")
+            remember(_with_gradients_of_blocks(run), *tensors, "blocks", differentiates=True)
+            return out
         out = torch.ops.qgemm.block_scaled_linear(x, weight, weight_scale, bias, residual)
         return out
     return dispatch.block_scaled_linear(x, weight, weight_scale, bias, residual, recallable=True)
 
 
-def _recalled_block_scaled(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, none: None, residual: Tensor | None
-) -> Tensor:
-    return _block_scaled_linear_with_gradients(x, weight, weight_scale, bias, residual)
+def _with_gradients_of_blocks(run: Run | None) -> Callable[..., Tensor]:
+    """As ``_with_gradients_of``."""
+
+    def recalled(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor | None:
+        assert run is not None
+        return run(x, weight, scale, bias, None, added)
+
+    def with_gradients(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, none: None, added: Any) -> Tensor:
+        return _block_scaled_linear_with_gradients(None if run is None else recalled, x, weight, scale, bias, added)
+
+    return with_gradients
 
 
 def multiply(

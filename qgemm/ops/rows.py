@@ -79,7 +79,7 @@ def hadamard(x: Tensor) -> Tensor:
         return recalled[0]
     out: Tensor
     if seen_by_others(x):
-        out = _hadamard_with_gradients(x) if concerns_gradients_alone(x) else torch.ops.qgemm.hadamard(x)
+        out = _hadamard_with_gradients(None, x) if concerns_gradients_alone(x) else torch.ops.qgemm.hadamard(x)
         return out
     out = rotation.hadamard(x)
 

@@ -28,11 +28,9 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(x)
         return implementation(x, *rest, **options)
 
-    def record_recall(x: Tensor, *rest: Any) -> Any:
-        found = recall(x, *rest)
-        if found is not None:
-            seen.append(x)
-        return found
+    def record_recall(*call: Any) -> Any:
+        found = recall(*call)
+        return None if found is None else lambda x, *rest: seen.append(x) or found(x, *rest)
 
     # The operator keeps the implementation itself, so this is out of its way.
     monkeypatch.setattr(dispatch, "quant_linear", record)
@@ -278,6 +276,19 @@ def test_a_call_with_gradients_is_recalled(scheme: str, device: torch.device) ->
     plain = layer(x.detach())
     assert not plain.requires_grad
     assert torch.equal(plain, layer(x).detach())
+
+
+def test_a_recalled_call_with_gradients_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again inside the autograd function."""
+    x, *rest = quant_linear_arguments(torch.device("cpu"))
+    plans._guarded.clear()
+    out = qgemm.ops.quant_linear(x.requires_grad_(), *rest)
+    looked: list[Any] = []
+    monkeypatch.setattr(qgemm.ops.linear, "recall", lambda *call: looked.append(call) or plans.recall(*call))
+    again = qgemm.ops.quant_linear(x, *rest)
+    assert len(looked) == 1
+    assert torch.equal(again, out)
+    assert again.requires_grad
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
