@@ -76,7 +76,7 @@ def _is_watched(x: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
-        or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+        or is_under_autocast(x)
         or torch._C._is_tracing()
         or torch._C._autograd._profiler_enabled()
     )

@@ -139,8 +139,8 @@ def _with_gradients_of(weight: ScaledWeight, run: Run | None) -> Callable[..., T
 
     def recalled(*fields: Any) -> Tensor | None:
         assert run is not None
-        x, values, scale, zero_point, unit, _, bias = fields[:7]
-        return run(x, values, scale, bias, fields[11] if has_step else unit if has_unit else zero_point, fields[12])
+        x, values, scale, zero_point, unit, _, bias, *_, step, residual = fields
+        return run(x, values, scale, bias, step if has_step else unit if has_unit else zero_point, residual)
 
     def with_gradients(
         x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, other: Tensor | None, residual: Tensor | None

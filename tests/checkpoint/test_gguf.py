@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -382,26 +383,18 @@ BROKEN, COMPLETE_BROKEN = 100, 2000
 @pytest.mark.filterwarnings("ignore")
 def test_broken_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Each is refused, or loads as a model whose values its layers accept."""
-    writers = {"gpt-oss": write_gpt_oss, "mixtral": write_mixtral, "qwen3next": write_next}
-    good = {name: write_model(tmp_path / f"{name}.gguf", name).read_bytes() for name in MODELS}
-    for name, write in writers.items():
-        write(tmp_path / f"{name}.gguf")
-        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
-    for name in ("qwen35", "qwen35moe"):
-        write_35(tmp_path / f"{name}.gguf", name)
-        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
-    for name in KINDS:
-        write_gemma4(tmp_path / f"{name}.gguf", name)
-        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
-    for name in DEEPSEEK_KINDS:
-        write_deepseek(tmp_path / f"{name}.gguf", name)
-        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
-    for name in GLM_KINDS:
-        write_glm(tmp_path / f"{name}.gguf", name)
-        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
-    for name in DENSE_MODELS:
-        write_like(tmp_path / f"{name}.gguf", name)
-        good[name] = (tmp_path / f"{name}.gguf").read_bytes()
+    path, good = tmp_path / "good.gguf", {}
+    for name, write in {"gpt-oss": write_gpt_oss, "mixtral": write_mixtral, "qwen3next": write_next}.items():
+        write(path)
+        good[name] = path.read_bytes()
+    kinds: list[tuple[Any, Iterable[str]]] = [
+        (write_model, MODELS), (write_35, ("qwen35", "qwen35moe")), (write_gemma4, KINDS), (write_like, DENSE_MODELS),
+        (write_deepseek, DEEPSEEK_KINDS), (write_glm, GLM_KINDS),
+    ]  # fmt: skip
+    for write_kind, names in kinds:
+        for name in names:
+            write_kind(path, name)
+            good[name] = path.read_bytes()
     factors = {f"blk.0.attn_{part}.{leaf}": np.ones(1, "f4") for part in "qk" for leaf in ("scale", "input_scale")}
     good["nvfp4"] = write_model(tmp_path / "nvfp4.gguf", "llama", "NVFP4", factors).read_bytes()
     path, loaded = tmp_path / "broken.gguf", 0

@@ -482,12 +482,9 @@ def test_layers_in_different_bits_have_their_own_shapes() -> None:
     # The config's first group has 8 bits, of which a word has 4 values and not 8.
     found = run_json("inspect", SAMPLES / "ct-mixed")
     assert found["weights"] == 2 * (2 * 256 * 128 + 256 * 128 + 2 * 128 * 128 + 2 * 64 * 128) + 256 * 128
-    assert {layer["storage"] for layer in found["layers"] if layer["quantized"]} == {"int4", "fp8"}
-    assert all(
-        layer["shape"] == reference_weights("ct-mixed")[layer["name"]]["shape"]
-        for layer in found["layers"]
-        if layer["quantized"]
-    )
+    quantized, wanted = [each for each in found["layers"] if each["quantized"]], reference_weights("ct-mixed")
+    assert {layer["storage"] for layer in quantized} == {"int4", "fp8"}
+    assert all(layer["shape"] == wanted[layer["name"]]["shape"] for layer in quantized)
 
 
 def test_what_does_not_go_into_the_model_is_refused(tmp_path: Path) -> None:

@@ -13,24 +13,23 @@ from qgemm.kernels.stages.dot import float_dot
 from qgemm.kernels.stages.epilogue import rounded
 
 
-@triton.jit(do_not_specialize=["BLOCKS"])
+@triton.jit(do_not_specialize=["ROWS"])
 def _hadamard_kernel(
     x, out,
-    BLOCKS,
+    ROWS,
     SCALE: tl.constexpr, A: tl.constexpr, B: tl.constexpr, IS_ONE: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``out = x @ H_n * SCALE`` of ``BLOCKS`` blocks, one after another, in float16 or bfloat16.
+    """``out = x @ H_n * SCALE`` of blocks, one after another, in float16 or bfloat16: ``ROWS`` of ``B`` values in all.
 
-    A program has one block, and ``n`` is ``A * B``; or, unless ``IS_ONE``, it has ``A`` of them, and ``n`` is ``B``.
+    A program has ``A`` of these rows. They are one block, and ``n`` is ``A * B``; or, unless ``IS_ONE``, each is one.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) * A + tl.arange(0, A)[:, None]
-    column = tl.arange(0, B)[None, :]
-    inside = (row < (BLOCKS * A if IS_ONE else BLOCKS)) & (column < B)
+    column, inside = tl.arange(0, B)[None, :], row < ROWS
     zeros = tl.zeros((A, B), tl.float32)
     values = tl.load(x + row * B + column, mask=inside, other=0.0)
     sums = float_dot(values, _signs(B, x.dtype.element_ty), zeros)

@@ -39,14 +39,14 @@ def find_launch(x: Tensor) -> Launch:
     launch: Launch | None = plans.get(kind)
     if launch is None:
         n, limits = block_size(x.shape[-1]), device_limits(x.device)
-        bits, blocks = n.bit_length() - 1, x.numel() // n
-        is_one = n >= MIN_SQUARE
+        bits, is_one = n.bit_length() - 1, n >= MIN_SQUARE
         b = 1 << (bits + 1) // 2 if is_one else n
-        a = n // b if is_one else MANY_ROWS if blocks > FEW_ROWS * limits.num_sms else FEW_ROWS
+        rows = x.numel() // b
+        a = n // b if is_one else MANY_ROWS if rows > FEW_ROWS * limits.num_sms else FEW_ROWS
         next_early = limits.pdl and x.numel() // x.shape[-1] <= MAX_ROWS_TO_OVERLAP
         warps = min(max(a * b // VALUES_OF_THREAD // limits.warp_size, 1), 8)
         launch = Launch(
-            _hadamard_kernel, blocks if is_one else cdiv(blocks, a), (blocks,),
+            _hadamard_kernel, cdiv(rows, a), (rows,),
             (2.0 ** (-bits / 2), a, b, is_one, limits.pdl, next_early), num_warps=warps, pdl=limits.pdl,
         )  # fmt: skip
         plans.keep(kind, launch)
