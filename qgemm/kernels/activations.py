@@ -7,6 +7,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,13 @@ def activated(x: Tensor, activation: str, gated: bool, up_first: bool = False) -
         return ACTIVATIONS[activation](x)
     gate, up = x.chunk(2, dim=-1)[:: -1 if up_first else 1]
     return ACTIVATIONS[activation](gate) * up
+
+
+class Gates(NamedTuple):
+    """Says that a layer's outputs are gates and ups: ``activated(outputs, activation, True, up_first)`` is wanted."""
+
+    activation: str
+    up_first: bool = False
 
 
 @dataclass(frozen=True)

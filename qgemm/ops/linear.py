@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import checks, dispatch
+from qgemm.kernels.activations import Gates
 from qgemm.kernels.launch.plans import Run, recall, remember
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
@@ -40,6 +41,7 @@ from qgemm.ops.direct import (
     seen_by_others,
 )
 from qgemm.ops.float_weight import float_weight
+from qgemm.ops.rows import activate
 
 
 def quant_linear(
@@ -110,6 +112,23 @@ def weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None 
         out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
     return weight_only.weight_only_linear(x, weight, residual, recallable=True)
+
+
+def weight_only_activated(x: Tensor, weight: ScaledWeight, gates: Gates) -> Tensor:
+    """``activate(weight_only_linear(x, weight), ...)``, the same bits, by one kernel where one computes that.
+
+    ``weight``: its outputs are as many gates as ups, by ``gates`` which of them first.
+    """
+    out = None
+    if not torch.compiler.is_compiling() and weight.input_order is None and not weight.int8_activations:
+        other = weight.zero_point if weight.global_scale is None else weight.global_scale
+        tensors = x, weight.values, weight.scale, weight.bias, other
+        run = recall(*tensors, what=(*weight[6:10], gates))
+        if run is not None:
+            out = run(*tensors)
+        elif not seen_by_others(*tensors):
+            out = weight_only.weight_only_activated(x, weight, gates)
+    return activate(weight_only_linear(x, weight), gates.activation, True, gates.up_first) if out is None else out
 
 
 def _weight_only_linear_in_order(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from assumed_devices import META, Case
 
+from qgemm.kernels.activations import Gates
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import float_launcher
 from qgemm.numerics.formats import FORMATS
@@ -25,6 +26,17 @@ def weight_only_cases() -> Iterator[Case]:
         for group in (128, 32):
             label = f"weight_only one int4 groups of {group} {N}"
             yield Case(label, lambda n=N, g=group: multiply(1, 4096, "int4", g, BF16, BF16, False, n))
+    # With the activation of gates.
+    for label, M, N, format, group, gates in (
+        ("one int4", 1, 28672, "int4", 128, Gates("silu")),
+        ("one int4 short", 1, 2048, "int4", 128, Gates("gelu_tanh", up_first=True)),
+        ("sixteen int8 odd", 16, 3000, "int8", 32, Gates("gelu")),
+        ("eight mxfp4", 8, 28672, "fp4", 32, Gates("relu2")),
+    ):
+        yield Case(
+            f"weight_only gates {label}",
+            lambda m=M, n=N, f=format, g=group, a=gates: multiply(m, 4096, f, g, BF16, BF16, False, n, a),
+        )
     for label, M, K, format, group, scale, dtype, zeros in (
         ("few int4", 8, 4096, "int4", 128, BF16, BF16, True),
         ("few int8", 16, 4096, "int8", 4096, BF16, BF16, False),
@@ -78,6 +90,7 @@ def multiply(
     dtype: torch.dtype,
     zeros: bool | torch.dtype,
     N: int = 4096,
+    gates: Gates | None = None,
 ) -> None:
     zero = zeros if isinstance(zeros, torch.dtype) else torch.int8
     form = FORMATS[format]
@@ -95,4 +108,8 @@ def multiply(
         format,
         group,
     )
-    float_launcher.weight_only_linear(empty(M, K, dtype=dtype), weight, empty(M, N, dtype=dtype))
+    x = empty(M, K, dtype=dtype)
+    if gates is None:
+        float_launcher.weight_only_linear(x, weight, empty(M, N, dtype=dtype))
+    else:
+        float_launcher.weight_only_activated(x, weight, gates)

@@ -7,6 +7,8 @@ import torch
 from numerics.test_groups import stored
 
 from kernels.test_weight_only import before_garbage
+from qgemm.kernels.activations import Gates, activated
+from qgemm.kernels.dispatch import activate
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.plans import PlanCache
@@ -14,7 +16,7 @@ from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.stored_form import StoredForm
 from qgemm.kernels.weight_only import float_launcher
 from qgemm.kernels.weight_only.config import TILES, FewRowsRing, Tiles
-from qgemm.kernels.weight_only.dispatch import weight_only_linear
+from qgemm.kernels.weight_only.dispatch import weight_only_activated, weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import SCALE_DTYPES, round_scale, spread, store_scale
 from qgemm.numerics.integers import cdiv
@@ -164,10 +166,10 @@ def test_wide_tiles_of_every_kind(
         check(torch.bfloat16, M, K, kind, device, N=N)
 
 
-def check(
-    dtype: torch.dtype, M: int, K: int, kind: str, device: torch.device, bad_row: int | None = None, N: int = N
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product, and what is wanted in float64. Its bias and residual are as large as products are."""
+def make_layer(
+    kind: str, N: int, K: int, device: torch.device, dtype: torch.dtype
+) -> tuple[ScaledWeight, torch.Tensor]:
+    """A layer with a bias that is as large as products are, and its weight in float64."""
     format, size, scale_dtype = KINDS[kind]
     size = min(size, K) if size < 1040 else K
     form = FORMATS[format]
@@ -180,17 +182,48 @@ def check(
     if "float zeros" in kind:
         zero_point = torch.randn(zero.shape, device=device).to(SCALE_DTYPES[scale_dtype])
         exact += spread(zero_point, size, K)
+    bias = (torch.randn(N, device=device) * float(exact.norm()) / N**0.5).to(dtype)
+    zero_point = None if zero_point is None else before_garbage(zero_point)
+    stored_scale = before_garbage(store_scale(scale, scale_dtype, unit))
+    return ScaledWeight(weight, stored_scale, zero_point, unit, None, bias, K, format, size), exact
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(1, 200, 1040), (1, 6002, 1280), (1, 17000, 1040), (5, 70, 1280), (16, 2, 1040)]
+)
+def test_gates_are_activated(M: int, N: int, K: int, kind: str, device: torch.device) -> None:
+    """The same bits as by two kernels, wherever a single row or small groups don't use the ring."""
+    skip_elsewhere(device)
+    for dtype, gates in ((torch.bfloat16, Gates("silu")), (torch.float16, Gates("gelu", up_first=True))):
+        layer, _ = make_layer(kind, N, K, device, dtype)
+        x = torch.randn(M, K, device=device).to(dtype)
+        x[-1, 3] = 1e4
+        out = weight_only_activated(x, layer, gates)
+        form = FORMATS[layer.format]
+        assert (out is None) == (K == 1280 and layer.group_size >= 128 and (M > 1 or form.bits == 8))
+        if out is not None:
+            wanted = activated(weight_only_linear(x, layer), gates.activation, True, gates.up_first)
+            error = torch.finfo(dtype).eps  # of PyTorch's functions
+            torch.testing.assert_close(out, wanted, rtol=2 * error, atol=error)
+            assert torch.equal(out, activate(weight_only_linear(x, layer), gates.activation, True, gates.up_first))
+        x[0] = torch.nan
+        out = weight_only_activated(x, layer, gates)
+        assert out is None or (out[0].isnan().all() and (M == 1 or not out[1:].isnan().any()))
+
+
+def check(
+    dtype: torch.dtype, M: int, K: int, kind: str, device: torch.device, bad_row: int | None = None, N: int = N
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product, and what is wanted in float64. Its bias and residual are as large as products are."""
+    layer, exact = make_layer(kind, N, K, device, dtype)
     large = float(exact.norm()) / N**0.5
     x, residual = torch.randn(M, K, device=device).to(dtype), (torch.randn(M, N, device=device) * large).to(dtype)
     if bad_row is not None:
         x[bad_row, 5] = torch.nan
-    bias = (torch.randn(N, device=device) * large).to(dtype)
-    zero_point = None if zero_point is None else before_garbage(zero_point)
-    stored_scale = before_garbage(store_scale(scale, scale_dtype, unit))
-    layer = ScaledWeight(weight, stored_scale, zero_point, unit, None, bias, K, format, size)
     out = weight_only_linear(x, layer, residual)
-    wanted = x.double() @ exact.t() + bias.double() + residual.double()
-    floats = torch.nn.functional.linear(x, exact.to(dtype), bias) + residual
+    wanted = x.double() @ exact.t() + layer.bias.double() + residual.double()
+    floats = torch.nn.functional.linear(x, exact.to(dtype), layer.bias) + residual
     good = [row for row in range(M) if row != bad_row]
     assert (out.double() - wanted)[good].abs().max() <= 2 * (floats.double() - wanted)[good].abs().max()
     # The same bits again: programs that share K are added in order.
@@ -223,9 +256,25 @@ def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:
     scale = torch.ones(N, 9, device=device)
     for M in (1, 16):
         x = torch.zeros(M, K, dtype=torch.bfloat16, device=device)
-        plan = float_launcher._make_plan(x, weight, scale, None, None, "int4", 128, True)
+        plan = float_launcher._make_plan(x, weight, scale, None, None, "int4", 128, True, None)
         assert not plan.may_share
         assert plan.made is None
+
+
+@pytest.mark.parametrize(
+    ("M", "dtype", "fused"),
+    [(1, torch.bfloat16, True), (0, torch.bfloat16, False), (1, torch.float32, False), (17, torch.bfloat16, False)],
+)
+def test_which_gates_one_kernel_activates(
+    M: int, dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any machine: nothing computes."""
+    monkeypatch.setattr(float_launcher, "device_limits", lambda device: H200)
+    x, weight = torch.zeros(M, 4096, dtype=dtype), torch.zeros(N, 2048, dtype=torch.uint8)
+    scale = torch.ones(N, 32, dtype=dtype)
+    plan = float_launcher._make_plan(x, weight, scale, None, None, "int4", 128, True, Gates("silu"))
+    assert (plan is float_launcher.APART) == (not fused)
+    assert plan.shape == ((M, N // 2) if fused else (0, 0))
 
 
 class Recorder:

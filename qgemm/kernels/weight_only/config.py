@@ -102,6 +102,7 @@ class FewRowsRing(Shareable):
     programs: int
     """The number of programs on an SM."""
     biased: ClassVar[bool] = True
+    gated: ClassVar[bool] = False
     """As in ``FewRows``."""
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qgemm.kernels.activations import Gates
 from qgemm.kernels.checks import check_weight_only_linear, on_gpu
 from qgemm.kernels.cpu_rows import without_grad
 from qgemm.kernels.scaled_weight import ScaledWeight
@@ -52,6 +53,19 @@ def weight_only_linear(
 
     with torch.autocast(x.device.type, enabled=False):
         return float_launcher.weight_only_linear(x, weight, residual, recallable)
+
+
+def weight_only_activated(x: Tensor, weight: ScaledWeight, gates: Gates) -> Tensor | None:
+    """``activated(weight_only_linear(x, weight), ...)`` by one kernel, the same bits; None if none computes that.
+
+    ``weight``: without ``int8_activations`` and ``input_order``. What was found out about the call is remembered.
+    """
+    if not on_gpu(x) or x.is_neg() or weight.values.shape[0] % 2:
+        return None
+    check_weight_only_linear(x, weight, None)
+    from qgemm.kernels.weight_only import float_launcher
+
+    return float_launcher.weight_only_activated(x, weight, gates)
 
 
 @without_grad

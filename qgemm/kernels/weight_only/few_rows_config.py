@@ -35,6 +35,8 @@ class FewRows:
     registers: int | None = None
     """The maximum number of registers per thread."""
     biased: bool = True
+    gated: bool = False
+    """Whether half of the rows are gates, and the other half, which are in the other half of the weight, their ups."""
     """Whether a product with x subtracts the offset of int4's codes: fewer instructions, and more registers."""
 
 

@@ -14,7 +14,7 @@ from triton.runtime.jit import constexpr_function
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import copy_to_shared
 from qgemm.kernels.weight_only.few_rows_groups import add_groups, ones_of, words_of_thread
-from qgemm.kernels.weight_only.few_rows_products import WORDS, products_of
+from qgemm.kernels.weight_only.few_rows_products import WORDS, products_of, rows_of_tile, store_activated
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.kernels import BLOCK
 
@@ -66,7 +66,7 @@ def _weight_blocks(weight, row, N, num_blocks, K, stride, FORM: gl.constexpr, TI
     shape: gl.constexpr = [TILE.depth, TILE.splits, TILE.rows, WORDS]
     PHASES: gl.constexpr = 8 // words_of_thread(FORM) if FORM.by_groups else 2
     slots = gl.allocate_shared_memory(gl.int32, shape, gl.SwizzledSharedLayout(WORDS // PHASES, 1, PHASES, [2, 1, 0]))
-    n = gl.minimum(row + gl.arange(0, TILE.rows, gl.SliceLayout(0, gl.SliceLayout(2, layout))), N - 1)
+    n = gl.minimum(rows_of_tile(row, N, gl.SliceLayout(0, gl.SliceLayout(2, layout)), TILE), N - 1)
     word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     split = gl.arange(0, TILE.splits, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     words = weight.cast(gl.pointer_type(gl.int32), bitcast=True)
@@ -84,7 +84,7 @@ def _factor_blocks(factors, row, N, num_blocks, stride, FORM: gl.constexpr, TILE
     layout: gl.constexpr = copy_layout(TILE, VALUES, COUNT)
     shape: gl.constexpr = [TILE.depth, TILE.splits, TILE.rows, COUNT]
     slots = gl.allocate_shared_memory(factors.dtype.element_ty, shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    n = gl.minimum(row + gl.arange(0, TILE.rows, gl.SliceLayout(0, gl.SliceLayout(2, layout))), N - 1)
+    n = gl.minimum(rows_of_tile(row, N, gl.SliceLayout(0, gl.SliceLayout(2, layout)), TILE), N - 1)
     group = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     split = gl.arange(0, TILE.splits, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     factors += n.to(gl.int64)[None, :, None] * (stride // COUNT * COUNT) + group
@@ -154,6 +154,7 @@ def _few_rows_kernel(
     M, N, K,
     stride_xm, stride_wn, stride_sn, stride_residual, stride_out,
     FORM: gl.constexpr, TILE: gl.constexpr, PDL: gl.constexpr,
+    FUNCTION: gl.constexpr, ACTIVATION: gl.constexpr, UP_FIRST: gl.constexpr,
 ):  # fmt: skip
     DEPTH: gl.constexpr = TILE.depth
     WIDTH: gl.constexpr = BLOCK * (2 if FORM.bits == 4 else 1)
@@ -200,4 +201,8 @@ def _few_rows_kernel(
         else:
             acc = products.add(acc, blocks, step, factors)
     epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, M, N)
-    products.store(products.total(acc), row, epilogue, out, stride_out)
+    outputs = products.outputs(products.total(acc), row, epilogue, out.dtype.element_ty)
+    if TILE.gated:
+        store_activated(outputs, row, M, N, out, stride_out, FUNCTION, ACTIVATION, UP_FIRST, TILE)
+    else:
+        products.store(outputs, row, M, out, stride_out)

@@ -9,7 +9,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.runtime.jit import constexpr_function
 
+from qgemm.kernels.stages.activations import gate_value
 from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
+from qgemm.kernels.stages.epilogue import product, rounded
 from qgemm.kernels.stages.unpack_words import INT4_BIAS, times_of_words, unpack_words, zero_of_words
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
@@ -46,8 +48,19 @@ def sums_layout(tile):
 @constexpr_function
 def gathered_layout(tile):
     """A thread has the sums of all warps that share K; neighbouring threads have neighbouring rows of the weight."""
-    rows = min(tile.rows, 32)
-    return gl.BlockedLayout([tile.splits, 1, 1], [1, rows, 32 // rows], [1, 1, tile.warps], [1, 2, 0])
+    of_thread = 2 if tile.gated else 1
+    rows = min(tile.rows // of_thread, 32)
+    return gl.BlockedLayout([tile.splits, of_thread, 1], [1, rows, 32 // rows], [1, 1, tile.warps], [1, 2, 0])
+
+
+@gluon.jit
+def rows_of_tile(row, N, layout: gl.constexpr, TILE: gl.constexpr):
+    """The weight's rows from ``row`` on; with gates, those of the first half and of the second half in turn."""
+    i = gl.arange(0, TILE.rows, layout)
+    if TILE.gated:
+        return row // 2 + i // 2 + (i % 2) * (N // 2)
+    else:
+        return row + i
 
 
 @aggregate
@@ -81,7 +94,7 @@ def _groups(scale, zero_point, row, N, K, stride, FORM: gl.constexpr, TILE: gl.c
     layout: gl.constexpr = gl.DotOperandLayout(0, mma, 1) if FORM.has_small_groups else mma
     rows: gl.constexpr = gl.SliceLayout(2, layout)
     split = gl.arange(0, TILE.splits, gl.SliceLayout(1, rows))
-    n = gl.minimum(row + gl.arange(0, TILE.rows, gl.SliceLayout(0, rows)), N - 1).to(gl.int64)[None, :]
+    n = gl.minimum(rows_of_tile(row, N, gl.SliceLayout(0, rows), TILE), N - 1).to(gl.int64)[None, :]
     part = None
     if FORM.has_small_groups:
         part = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :] * 16
@@ -332,18 +345,43 @@ class Products:
         return gl.sum(gl.convert_layout(of_splits, gathered_layout(self.tile)), 0)
 
     @gluon.jit
-    def store(self, total, row, epilogue, out, stride):
-        """Stores ``total``, times the scales of rows if there are any, for the weight's rows from ``row`` on."""
+    def outputs(self, total, row, epilogue, DTYPE: gl.constexpr):
+        """The outputs in ``DTYPE`` for the weight's rows from ``row`` on, from their ``total`` sums."""
         rl: gl.constexpr = total.type.layout
-        n = row + gl.arange(0, self.tile.rows, gl.SliceLayout(1, rl))
+        n = rows_of_tile(row, self.N, gl.SliceLayout(1, rl), self.tile)
         m = gl.arange(0, self.tile.columns, gl.SliceLayout(0, rl))
         if self.form.group == 0:
             factor = scale_value(gl.load(self.scale + n.to(gl.int64) * self.stride, mask=n < self.N, other=0))
             total = total * factor[:, None]
-        total = epilogue.add(epilogue.scale(total), n, m)
-        inside = (m < epilogue.M)[None, :] & (n < self.N)[:, None]
-        pointers = out + m.to(gl.int64)[None, :] * stride + n[:, None]
-        gl.store(pointers, total.to(out.dtype.element_ty), mask=inside)
+        return epilogue.add(epilogue.scale(total), n, m).to(DTYPE)
+
+    @gluon.jit
+    def store(self, outputs, row, M, out, stride):
+        """Stores ``outputs`` for the weight's rows from ``row`` on."""
+        rl: gl.constexpr = outputs.type.layout
+        n = row + gl.arange(0, self.tile.rows, gl.SliceLayout(1, rl))
+        m = gl.arange(0, self.tile.columns, gl.SliceLayout(0, rl))
+        inside = (m < M)[None, :] & (n < self.N)[:, None]
+        gl.store(out + m.to(gl.int64)[None, :] * stride + n[:, None], outputs, mask=inside)
+
+
+@gluon.jit
+def store_activated(
+    outputs, row, M, N, out, stride,
+    FUNCTION: gl.constexpr, ACTIVATION: gl.constexpr, UP_FIRST: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Stores ``round(act(gate)) * up`` of ``outputs``, gates and ups in turn, of the weight's rows from ``row`` on.
+
+    ``FUNCTION``, ``ACTIVATION``, ``UP_FIRST``: as in ``GatedRow``.
+    """
+    ROWS: gl.constexpr = TILE.rows // 2
+    first, second = gl.split(outputs.reshape([ROWS, 2, TILE.columns]).permute((0, 2, 1)))
+    gate, up = (second, first) if UP_FIRST else (first, second)
+    activated = product(rounded(gate_value(gate.to(gl.float32), FUNCTION, ACTIVATION), up.dtype), up)
+    n = row // 2 + gl.arange(0, ROWS, gl.SliceLayout(1, activated.type.layout))
+    m = gl.arange(0, TILE.columns, gl.SliceLayout(0, activated.type.layout))
+    inside = (m < M)[None, :] & (n < N // 2)[:, None]
+    gl.store(out + m.to(gl.int64)[None, :] * stride + n[:, None], activated, mask=inside)
 
 
 @gluon.jit

@@ -132,7 +132,8 @@ def _consume(
                 added, finishes = add_parts((sums,), at, partial, counts, items, index - items.alone, 0, 1)
                 sums = added[0]
         if finishes:
-            products.store(sums, index * TILE.rows, epilogue, out, stride_out)
+            outputs = products.outputs(sums, index * TILE.rows, epilogue, out.dtype.element_ty)
+            products.store(outputs, index * TILE.rows, M, out, stride_out)
 
 
 @gluon.jit

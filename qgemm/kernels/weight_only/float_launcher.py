@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qgemm.kernels.activations import GatedActivation, Gates
 from qgemm.kernels.gemm.launcher import with_contiguous_columns
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
@@ -27,6 +28,7 @@ from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.launch.plans import Run, plans, remember
 from qgemm.kernels.launch.tensor_map import TensorMap
 from qgemm.kernels.scaled_weight import ScaledWeight
+from qgemm.kernels.stages.activations import device_activation
 from qgemm.kernels.stored_form import BLOCK_BYTES, StoredForm
 from qgemm.kernels.weight_only import kernels
 from qgemm.kernels.weight_only.config import (
@@ -60,10 +62,24 @@ def weight_only_linear(
 
     ``recallable``: remember what was found out about the call for later calls, unless a tensor had to be converted.
     """
+    out = _compute(x, weight, residual, recallable, None)
+    assert out is not None
+    return out
+
+
+def weight_only_activated(x: Tensor, weight: ScaledWeight, gates: Gates) -> Tensor | None:
+    """``dispatch.weight_only_activated`` of checked arguments."""
+    return _compute(x, weight, None, True, gates)
+
+
+def _compute(
+    x: Tensor, weight: ScaledWeight, residual: Tensor | None, recallable: bool, gates: Gates | None
+) -> Tensor | None:
+    """The product, or with ``gates`` the activated one; None if no kernel computes that."""
     bias, K, format, group_size = weight[5:9]
     values, scale, zero_point, global_scale = _with_contiguous_rows(weight)
     N = values.shape[0]
-    out_shape = (*x.shape[:-1], N)
+    out_shape = (*x.shape[:-1], N if gates is None else N // 2)
     rows = with_contiguous_columns(x.reshape(math.prod(x.shape[:-1]), K))
     added = None if residual is None else with_contiguous_columns(residual.reshape(rows.shape[0], N))
     if bias is not None and not bias.is_contiguous():
@@ -71,7 +87,8 @@ def weight_only_linear(
     aligned = (rows.data_ptr() | values.data_ptr()) % ALIGNMENT == 0
     factors = scale.data_ptr() | (0 if zero_point is None else zero_point.data_ptr())
     kind = (
-        weight_only_linear, format, group_size, aligned, factors % WORD == 0, factors % ALIGNMENT == 0, x.get_device(),
+        weight_only_linear, gates, format, group_size, aligned, factors % WORD == 0, factors % ALIGNMENT == 0,
+        x.get_device(),
         rows.shape, rows.stride(0), rows.dtype,
         values.shape, values.stride(0), values.dtype,
         scale.shape, scale.stride(0), scale.dtype,
@@ -80,7 +97,12 @@ def weight_only_linear(
     )  # fmt: skip
     plan: Plan | None = plans.get(kind)
     if plan is None:
-        plan = plans.keep(kind, _make_plan(rows, values, scale, zero_point, added, format, group_size, aligned))
+        plan = plans.keep(kind, _make_plan(rows, values, scale, zero_point, added, format, group_size, aligned, gates))
+    what = weight[6:10] if gates is None else (*weight[6:10], gates)
+    if plan is APART:
+        other = weight.zero_point if weight.global_scale is None else weight.global_scale
+        remember(_apart, x, weight.values, weight.scale, weight.bias, other, what=what)
+        return None
     # Not where a float weight is made for the call.
     if recallable and plan.product is not None and plan.made is None and rows.data_ptr() == x.data_ptr():
         as_given = values is weight.values and scale is weight.scale and bias is weight.bias
@@ -88,7 +110,7 @@ def weight_only_linear(
         if as_given and (residual is None or residual.is_contiguous()):
             other = zero_point if global_scale is None else global_scale
             run = plan.recalled(rows.shape, out_shape, global_scale is not None)
-            remember(run, x, values, scale, bias, other, residual, what=weight[6:10])
+            remember(run, x, values, scale, bias, other, residual, what=what)
     return plan.run(rows, values, scale, zero_point, global_scale, bias, added).view(out_shape)
 
 
@@ -230,6 +252,14 @@ class Plan:
         return run
 
 
+APART = Plan((0, 0), None)
+"""Of gates that no kernel activates."""
+
+
+def _apart(*tensors: Tensor | None) -> None:
+    """What a call of ``APART`` recalls."""
+
+
 def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if not x.is_cuda:
         return x.new_empty(shape, dtype=dtype)
@@ -264,11 +294,12 @@ def _make_plan(
     format: str,
     group_size: int,
     aligned: bool,
+    gates: Gates | None,
 ) -> Plan:
     (M, K), N = x.shape, weight.shape[0]
     limits = device_limits(x.device)
     if M * N == 0:
-        return Plan((M, N), None)
+        return APART if gates else Plan((M, N), None)
     group = 0 if scale.shape[1] == 1 else group_size
     form = StoredForm.of(format, group, zero_point)
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
@@ -281,6 +312,8 @@ def _make_plan(
         in_ring = fits_ring(M, K, form) and not (fits_tiles and prefers_tiles(M, N, K, form, limits))
         whole = _has_whole_blocks(form, K, *factors)
         form = replace(form, paired=_reads_pairs(form, K, scale), whole=whole)
+        if gates and (in_ring or M > MAX_FEW_ROWS):
+            return APART
         if in_ring:
             ring = select_ring(M, N, K, form, limits)
             if ring.shared and x.is_cuda:
@@ -288,12 +321,15 @@ def _make_plan(
             return ring_plan(ring, form, M, N, K, strides, x.dtype, limits)
         if M <= MAX_FEW_ROWS:
             few_rows = select_few_rows(M, N, form, limits)
-            return Plan((M, N), few_rows_launch(few_rows, form, M, N, K, strides, limits))
+            few_rows = replace(few_rows, gated=gates is not None)
+            return Plan((M, N // 2 if gates else N), few_rows_launch(few_rows, form, M, N, K, strides, limits, gates))
         if fits_tiles:
             config = select_tiles(M, N, K, form, limits, precision)
             if config.shared and x.is_cuda:
                 memory.keep_graph_counts(x.get_device())
             return tiles_plan(config, form, M, N, K, strides, x.dtype, limits)
+    if gates:
+        return APART
     if M <= MAX_PLAIN_ROWS:
         return Plan((M, N), _plain_launch(form, M, N, K, strides, limits))
     return Plan((M, N), _dequantize_launch(form, N, K, *strides[1:3]), made=(N, K))
@@ -348,13 +384,28 @@ def _plain_launch(form: StoredForm, M: int, N: int, K: int, strides: tuple[int, 
 
 
 def few_rows_launch(
-    tile: FewRows, form: StoredForm, M: int, N: int, K: int, strides: tuple[int, ...], limits: DeviceLimits
+    tile: FewRows,
+    form: StoredForm,
+    M: int,
+    N: int,
+    K: int,
+    strides: tuple[int, ...],
+    limits: DeviceLimits,
+    gates: Gates | None = None,
 ) -> Launch:
-    """A product of up to ``tile.columns`` rows. ``strides``: of rows of x, the weight, its scales and the residual."""
+    """A product of up to ``tile.columns`` rows. ``strides``: of rows of x, the weight, its scales and the residual.
+
+    ``gates``: if the tile is ``gated``.
+    """
     from qgemm.kernels.weight_only.few_rows_hopper_kernels import _few_rows_kernel
 
+    constants: tuple[object, ...] = (form, tile, limits.pdl, None, None, False)
+    if gates is not None:
+        name, up_first = gates
+        constants = (*constants[:3], device_activation(name, 2), GatedActivation(name), up_first)
+    columns = N // 2 if tile.gated else N
     return Launch(
-        _few_rows_kernel, cdiv(N, tile.rows), (M, N, K, *strides, N), (form, tile, limits.pdl), tile.warps,
+        _few_rows_kernel, cdiv(N, tile.rows), (M, N, K, *strides, columns), constants, tile.warps,
         pdl=limits.pdl, max_registers=tile.registers,
     )  # fmt: skip
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qgemm.kernels.activations import Gates
+from qgemm.kernels.weight_only.few_rows_config import MAX_FEW_ROWS
 from qgemm.nn.blocks.merged import MergedWeights
-from qgemm.nn.blocks.operands import Input, Operands
+from qgemm.nn.blocks.operands import FloatOperands, Input, Operands
 from qgemm.nn.blocks.steps import activate
 from qgemm.numerics.integers import cdiv, round_up
 
@@ -72,10 +74,14 @@ class FusedMlp:
 
     def _compute(self, x: Input, operands: tuple[Operands, ...], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         into, out_of = operands
+        is_known = self.gated and bool(self.activation_name) and not out_of.reads_rows
+        if is_known and isinstance(into, FloatOperands) and isinstance(x, Tensor):
+            if x.shape[:-1].numel() <= MAX_FEW_ROWS:
+                activated = into.activated(x, Gates(self.activation_name, self.up_first))
+                return out_of.product(activated, dtype, residual)
         # Nothing may hold the first product's output while the second product runs.
         how = self.activation, self.activation_name, self.gated, out_of, self.up_first
-        activated = activate(into.product(x, dtype), *how)
-        return out_of.product(activated, dtype, residual)
+        return out_of.product(activate(into.product(x, dtype), *how), dtype, residual)
 
 
 def _flat(x: Input) -> Input:

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from qgemm.kernels.activations import Gates
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.nn.block_scaled import BlockScaledLinear
@@ -18,7 +19,7 @@ from qgemm.nn.row_steps import found_steps
 from qgemm.nn.shard import Shard
 from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.ops import block_scaled_linear, quant_linear
-from qgemm.ops.linear import multiply, weight_only_linear
+from qgemm.ops.linear import multiply, weight_only_activated, weight_only_linear
 
 Input: TypeAlias = Tensor | QuantizedRows
 """What a branch of a layer reads: floats, or rows that are quantized already."""
@@ -79,6 +80,10 @@ class FloatOperands(_ReadsFloats):
         """As in ``QuantizedOperands``, for ``x`` in ``dtype``."""
         assert isinstance(x, Tensor)
         return weight_only_linear(x, self.weight, residual)
+
+    def activated(self, x: Tensor, gates: Gates) -> Tensor:
+        """``round(act(gate)) * up`` of the product, which has the columns of gates and ups."""
+        return weight_only_activated(x, self.weight, gates)
 
 
 @dataclass(frozen=True, eq=False)

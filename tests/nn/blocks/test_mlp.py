@@ -1,4 +1,4 @@
-"""An MLP of many rows is computed in parts: products of quantized rows have the same bits."""
+"""An MLP: many rows are computed in parts, the gates of a few rows are activated by their product."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +7,11 @@ import pytest
 import torch
 from families import FAMILIES
 
-from qgemm import quantize_model
+from qgemm import fuse, quantize_model
+from qgemm.kernels.activations import Gates
 from qgemm.nn.blocks import mlp
+from qgemm.nn.blocks.operands import FloatOperands
+from tests.operators import Operators
 
 
 # Each family, and each kind of rows with norms before them and after them.
@@ -62,3 +65,49 @@ def test_parts_are_whole_tiles_of_about_equal_sizes(rows: int, monkeypatch: pyte
     assert max(parts) * 28_672 <= mlp.MAX_INNER_VALUES
     assert all(part % mlp.WHOLE_TILES == 0 for part in parts[:-1])
     assert len(parts) == 1 or parts[-1] > parts[0] - 2 * len(parts) * mlp.WHOLE_TILES
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4-32", "mxfp4", "int8-weight"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_the_product_of_a_few_rows_activates_its_gates(
+    family: str, scheme: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as by an activation of its own, also where the call is recalled."""
+    example = FAMILIES[family]()
+    model: Any = quantize_model(example.model.bfloat16().to(device), scheme, fuse=True, progress=False)
+    rows: list[int] = []
+
+    def activated(own: FloatOperands, x: torch.Tensor, gates: Gates) -> torch.Tensor:
+        rows.append(x.shape[:-1].numel())
+        return compute(own, x, gates)
+
+    compute = FloatOperands.activated
+    monkeypatch.setattr(FloatOperands, "activated", activated)
+    token = torch.ones(1, 1, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        outs = [model(token).logits for _ in range(3)]
+        assert rows == [1] * 3 * model.config.num_hidden_layers
+        monkeypatch.setattr(mlp, "MAX_FEW_ROWS", 0)
+        expected = model(token).logits
+    assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_gates_are_activated_in_a_compiled_model() -> None:
+    example = FAMILIES["llama"]()
+    model: Any = quantize_model(example.model, "int4", fuse=True, progress=False)
+    token = torch.ones(1, 1, dtype=torch.int64)
+    with torch.no_grad():
+        expected = model(token).logits
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager")(token).logits, expected)
+
+
+def test_gates_before_a_product_of_quantized_rows_are_quantized() -> None:
+    example = FAMILIES["llama"]()
+    model: Any = quantize_model(example.model, {"*.down_proj": "int8", "*": "int4"}, progress=False)
+    token = torch.ones(1, 1, dtype=torch.int64)
+    with torch.no_grad():
+        expected = model(token).logits
+    fuse(model)
+    with Operators() as counted, torch.no_grad():
+        torch.testing.assert_close(model(token).logits, expected, rtol=1e-4, atol=1e-5)
+    assert counted.names.count("qgemm.activation_quantize") == model.config.num_hidden_layers
