@@ -109,7 +109,5 @@ def multiply(
         group,
     )
     x = empty(M, K, dtype=dtype)
-    if gates is None:
+    if gates is None or float_launcher.weight_only_activated(x, weight, gates) is None:
         float_launcher.weight_only_linear(x, weight, empty(M, N, dtype=dtype))
-    else:
-        float_launcher.weight_only_activated(x, weight, gates)
