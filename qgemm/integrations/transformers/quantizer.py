@@ -18,6 +18,7 @@ from qgemm.checkpoint.disk import check_regular, reading
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import built_again
 from qgemm.checkpoint.requantize import convert_layers
+from qgemm.checkpoint.tensors import split_name
 from qgemm.fusion import fuse, unfuse
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.foreign import ForeignLoad, is_foreign
@@ -134,6 +135,8 @@ class QGemmQuantizer(HfQuantizer):
         else:
             check_files(model, files)
             self._quantizing = start_quantizing(model, self.quantization_config)
+        if self._distributed_config is None:
+            _compare_shapes(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         config = self.quantization_config
@@ -210,6 +213,29 @@ class QGemmQuantizer(HfQuantizer):
         close_attention(model)
         drop_reports(model)
         return model
+
+
+def _compare_shapes(model: PreTrainedModel) -> None:
+    """Makes transformers treat float tensors of wrong shapes as in a float model: an error, or a new tensor.
+
+    Up to 5.21 it puts them into a model that has a quantizer, whatever their shapes.
+    """
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    shapes = {name: tensor.shape for name, tensor in named}
+
+    def mark_tied_weights_as_initialized(loading_info: Any) -> None:  # the first that is called with what was loaded
+        del model.mark_tied_weights_as_initialized
+        for name, shape in shapes.items():
+            owner, leaf = split_name(name)
+            module = model.get_submodule(owner)
+            value = None if isinstance(module, QuantLayer) else getattr(module, leaf, None)
+            if isinstance(value, Tensor) and value.shape != shape:
+                loading_info.mismatched_keys.add((name, value.shape, shape))
+                empty = value.new_empty(shape, device="meta")
+                setattr(module, leaf, nn.Parameter(empty) if isinstance(value, nn.Parameter) else empty)
+        model.mark_tied_weights_as_initialized(loading_info)
+
+    model.mark_tied_weights_as_initialized = mark_tied_weights_as_initialized  # type: ignore[method-assign]
 
 
 def _trainable(model: nn.Module) -> set[str]:
