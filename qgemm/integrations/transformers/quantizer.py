@@ -65,12 +65,12 @@ class QGemmQuantizer(HfQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether ``Trainer`` trains the model without an adapter: only if the user has chosen which parameters.
+        """Whether ``Trainer`` accepts the model without an adapter: only if the user chose what to train, or nothing.
 
         As it is loaded, all but the quantized layers is trainable: training that would leave out most weights.
         """
         model = None if self._loaded is None else self._loaded[0]()
-        return model is not None and _trainable(model) not in (set(), self._loaded[1])  # type: ignore[index]
+        return model is not None and _trainable(model) != self._loaded[1]  # type: ignore[index]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the model: a copy of the quantizer belongs to a copy of the model."""
