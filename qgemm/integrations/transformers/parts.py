@@ -48,10 +48,19 @@ def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
 def save_parts(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps transformers' ``save_pretrained``: what has quantized layers has a quantizer, and what has none doesn't."""
 
+    signature = inspect.signature(save_pretrained)
+
     @functools.wraps(save_pretrained)
     def save_with_quantizer(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         with _quantizer_lent(self) if has_quant_layers(self) else _marks_hidden(self):
-            return save_pretrained(self, *args, **kwargs)
+            quantizer: Any = getattr(self, "hf_quantizer", None)
+            if not isinstance(quantizer, QGemmQuantizer):
+                return save_pretrained(self, *args, **kwargs)
+            quantizer.given_state = signature.bind(self, *args, **kwargs).arguments.get("state_dict")
+            try:
+                return save_pretrained(self, *args, **kwargs)
+            finally:
+                quantizer.given_state = None
 
     return save_with_quantizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class QGemmQuantizer(HfQuantizer):
     quantization_config: QGemmConfig
     # The model that was loaded, and the parameters that were trainable then.
     _loaded: tuple[weakref.ref[nn.Module], set[str]] | None = None
+    # The ``state_dict`` that ``save_pretrained`` was called with; transformers would forget it.
+    given_state: Mapping[str, Tensor] | None = None
 
     def __init__(self, quantization_config: QGemmConfig, **kwargs: Any) -> None:
         """``pre_quantized``, in ``kwargs``: whether the checkpoint is already quantized."""
@@ -167,7 +169,7 @@ class QGemmQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What ``save_pretrained`` stores: the same tensors as ``save_quantized``. The config describes them."""
-        return tensors_and_metadata(model)
+        return tensors_and_metadata(model, self.given_state)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         """Replaces quantized layers by float ones, in ``dtype``: by default that of the model's float part.
