@@ -29,6 +29,18 @@ def test_the_given_tensors_are_saved(tmp_path: Path) -> None:
             load(tmp_path / "part")
         model.save_pretrained(tmp_path / "own")
         assert torch.equal(load(tmp_path / "own")(IDS).logits, model(IDS).logits)
+        assert not torch.equal(model(IDS).logits, other(IDS).logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensors_that_are_offloaded(tied: bool, tmp_path: Path) -> None:
+    qgemm.quantize_model(tiny_llama(tied)).save_pretrained(tmp_path / "int8")
+    device_map = dict.fromkeys(("embed_tokens", "layers.0", "norm", "rotary_emb"), "cpu") | {"layers.1": "disk"}
+    device_map = {f"model.{name}": device for name, device in device_map.items()} | {"lm_head": "cpu"}
+    model = load(tmp_path / "int8", device_map=device_map, offload_folder=tmp_path / "offloaded")
+    model.save_pretrained(tmp_path / "again", state_dict=model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "again")(IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.slow

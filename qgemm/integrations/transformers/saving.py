@@ -41,9 +41,9 @@ def tensors_and_metadata(
     if given is not None:
         transient = transient_names(model)
         tensors = {**given, **{name: tensor for name, tensor in tensors.items() if name in transient}}
-    elif any(tensor.device.type == "meta" for tensor in tensors.values()):
-        return None, metadata  # offloaded weights: transformers fetches them one at a time
-    elif getattr(model.config, "distributed_config", None) is None:
+    if any(tensor.device.type == "meta" for tensor in tensors.values()):
+        return None if given is None else dict(given), metadata  # transformers fetches offloaded weights one at a time
+    if given is None and getattr(model.config, "distributed_config", None) is None:
         _check_whole(tensors)
     stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in ties}
     for name, layer in model.named_modules():
