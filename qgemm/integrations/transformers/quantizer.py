@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -137,8 +138,7 @@ class QGemmQuantizer(HfQuantizer):
         else:
             check_files(model, files)
             self._quantizing = start_quantizing(model, self.quantization_config)
-        if self._distributed_config is None:
-            _compare_shapes(model)
+        _treat_floats_alike(model, is_split=self._distributed_config is not None)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         config = self.quantization_config
@@ -217,24 +217,32 @@ class QGemmQuantizer(HfQuantizer):
         return model
 
 
-def _compare_shapes(model: PreTrainedModel) -> None:
-    """Makes transformers treat float tensors of wrong shapes as in a float model: an error, or a new tensor.
+def _treat_floats_alike(model: PreTrainedModel, is_split: bool) -> None:
+    """Makes transformers read float tensors as those of a float model, as its later versions do.
 
-    Up to 5.21 it puts them into a model that has a quantizer, whatever their shapes.
+    If there is a quantizer, 5.17 to 5.21 put tensors of any shape into the model, and keep the dtype of those with
+    another name in the files. A wrong shape becomes what it is in a float model: an error, or a new tensor.
+    ``is_split``: among processes, so that shapes differ.
     """
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    shapes = {name: tensor.shape for name, tensor in named}
+    wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in named}
 
     def mark_tied_weights_as_initialized(loading_info: Any) -> None:  # the first that is called with what was loaded
         del model.mark_tied_weights_as_initialized
-        for name, shape in shapes.items():
+        kept = model._get_dtype_plan(model.config.dtype)  # type: ignore[arg-type]
+        for name, (shape, dtype) in wanted.items():
             owner, leaf = split_name(name)
             module = model.get_submodule(owner)
-            value = None if isinstance(module, QuantLayer) else getattr(module, leaf, None)
-            if isinstance(value, Tensor) and value.shape != shape:
+            fixed = module.fixed_names if isinstance(module, QuantLayer) else ()
+            value = module._parameters.get(leaf, module._buffers.get(leaf))
+            if value is None or leaf in fixed:
+                continue
+            if value.shape != shape and not is_split and not isinstance(module, QuantLayer):
                 loading_info.mismatched_keys.add((name, value.shape, shape))
                 empty = value.new_empty(shape, device="meta")
                 setattr(module, leaf, nn.Parameter(empty) if isinstance(value, nn.Parameter) else empty)
+            elif value.is_floating_point() and value.device.type != "meta":
+                value.data = value.data.to(next((kept[part] for part in kept if re.search(part, name)), dtype))
         model.mark_tied_weights_as_initialized(loading_info)
 
     model.mark_tied_weights_as_initialized = mark_tied_weights_as_initialized  # type: ignore[method-assign]
