@@ -40,7 +40,13 @@ from qgemm.integrations.transformers.attention import attention, mask
 from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.foreign import admit_configs, prefer_qgemm
-from qgemm.integrations.transformers.parts import dequantize_parts, refuse_values, save_parts, tell_parts
+from qgemm.integrations.transformers.parts import (
+    dequantize_parts,
+    keep_quantized_heads,
+    refuse_values,
+    save_parts,
+    tell_parts,
+)
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer, attach_quantizer
 
 __all__ = ["KeyValueCache", "QGemmConfig", "QGemmQuantizer", "attach_quantizer"]
@@ -72,5 +78,6 @@ _wrap(PreTrainedConfig, "get_config_dict", tell_parts)
 _wrap(PreTrainedModel, "save_pretrained", save_parts)
 _wrap(PreTrainedModel, "dequantize", dequantize_parts)
 _wrap(PreTrainedModel, "_load_pretrained_model", refuse_values)
+_wrap(PreTrainedModel, "resize_token_embeddings", keep_quantized_heads)
 # Models cast inputs, masks and caches to this dtype; the first float parameter may be a scale, or a float8 weight.
 PreTrainedModel.dtype = property(model_dtype)  # type: ignore
