@@ -17,7 +17,7 @@ from qgemm.checkpoint.pretrained import part_configs
 from qgemm.checkpoint.refusal import FUSIONS_KEY, add_refusal, drop_refusal
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, SAVE
 from qgemm.checkpoint.stored_report import REPORT
-from qgemm.checkpoint.tensors import find_ties, stored_tensors, transient_names
+from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors, transient_names
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.model.report import stored_report
 from qgemm.nn.quant_layer import QuantLayer, quant_layers
@@ -39,6 +39,8 @@ def tensors_and_metadata(
     tensors = stored_tensors(model)
     ties = find_ties(model, tensors)
     if given is not None:
+        if given and not is_adapter:  # processes that don't write have nothing
+            _check_given(model, given, ties)
         transient = transient_names(model)
         tensors = {**given, **{name: tensor for name, tensor in tensors.items() if name in transient}}
     if any(tensor.device.type == "meta" for tensor in tensors.values()):
@@ -59,6 +61,20 @@ def tensors_and_metadata(
         sums = {name: format_checksum(checksum(tensor.contiguous())) for name, tensor in stored.items()}
         metadata[CHECKSUMS] = json.dumps(sums)
     return stored, metadata
+
+
+def _check_given(model: PreTrainedModel, given: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
+    """Raises ``ValueError`` unless ``given`` holds what the quantized layers of ``model`` consist of."""
+    for name, layer in quant_layers(model).items():
+        for leaf, parameter in layer.named_parameters(prefix=name, recurse=False):
+            tensor = given.get(leaf, given.get(ties.get(leaf, leaf)))
+            is_right = tensor is not None and layer.accepts_dtype(split_name(leaf)[1], tensor.dtype)
+            if not is_right:
+                found = "isn't there" if tensor is None else f"is {tensor.dtype}"
+                raise ValueError(
+                    f"state_dict: {leaf} {found}; a quantized layer's is {parameter.dtype}: pass all tensors of "
+                    "model.state_dict(), with its names and dtypes"
+                )
 
 
 def _check_whole(tensors: Mapping[str, Tensor]) -> None:
