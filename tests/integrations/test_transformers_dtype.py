@@ -79,7 +79,7 @@ def test_what_a_class_keeps_in_float32_is_not_the_values_of_quantized_layers(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_class_with_other_names_than_the_files(dtype: torch.dtype, tmp_path: Path) -> None:
-    # Up to 5.21, transformers reads tensors that it renames in the dtype of the files, if there is a quantizer.
+    # Up to 5.20, transformers reads tensors that it renames in the dtype of the files, if there is a quantizer.
     whole: Any = qgemm.quantize_model(FAMILIES["t5"]().model)
     whole.save_pretrained(tmp_path / "whole")
     encoder = T5EncoderModel.from_pretrained(tmp_path / "whole", dtype=dtype)

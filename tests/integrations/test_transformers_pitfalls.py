@@ -68,7 +68,7 @@ def test_wrong_shape_of_a_float_weight(llama_folder: Path) -> None:
 def test_a_float_tensor_of_another_shape(
     quantized: bool, device_map: str | None, llama_folder: Path, tmp_path: Path
 ) -> None:
-    # As with a float model. Up to 5.21, transformers compares no shapes if there is a quantizer.
+    # As with a float model. Up to 5.22, transformers compares no shapes if there is a quantizer.
     to_int8: dict[str, Any] = {"quantization_config": qgemm.QGemmConfig()}
     first, then = (to_int8, {}) if quantized else ({}, to_int8)
     LlamaForSequenceClassification.from_pretrained(llama_folder, num_labels=2, **first).save_pretrained(tmp_path)

@@ -220,8 +220,9 @@ class QGemmQuantizer(HfQuantizer):
 def _treat_floats_alike(model: PreTrainedModel, is_split: bool) -> None:
     """Makes transformers read float tensors as those of a float model, as its later versions do.
 
-    If there is a quantizer, 5.17 to 5.21 put tensors of any shape into the model, and keep the dtype of those with
-    another name in the files. A wrong shape becomes what it is in a float model: an error, or a new tensor.
+    If there is a quantizer, versions up to 5.22 put tensors of any shape into the model, and those up to 5.20 keep the
+    dtype of tensors with another name in the files. A wrong shape becomes what it is in a float model: an error, or a
+    new tensor.
     ``is_split``: among processes, so that shapes differ.
     """
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
