@@ -266,6 +266,10 @@ def test_skip(skip: Any, kept: list[str]) -> None:
     [
         ("layers.12", "'layers.12' matches no linear layer.*did you mean 'layers"),
         ("Out", "did you mean 'out'"),
+        # As other libraries name layers: by the last part of a name, or by any part of it.
+        ("up", r"did you mean '\*\.up'\?"),
+        ("3.down", r"did you mean '\*\.3\.down'\?"),
+        ("dow", r"did you mean '\*dow\*'\?"),
         ("layer.*", "'layer.*' matches no linear layer"),
         (re.compile("attn"), "regular expression 'attn' matches no linear layer's name"),
         (["out", "zzz"], "'zzz' matches no linear layer.*names are as in model.named_modules"),

@@ -163,6 +163,11 @@ def _each_call(batches: Iterable[Any], name: str = "calibration") -> Iterator[Ca
     """As ``as_calls``, one call at a time."""
     index = -1
     for index, batch in enumerate(batches):
+        if reason := _why_no_tensors(batch):
+            raise TypeError(
+                f"batch {index} of calibration {reason}; it must be a tensor, such as a tokenizer returns with "
+                'return_tensors="pt"'
+            )
         if isinstance(batch, Call):
             yield batch
         elif isinstance(batch, Mapping):
@@ -179,6 +184,15 @@ def _each_call(batches: Iterable[Any], name: str = "calibration") -> Iterator[Ca
             )
     if index < 0:
         raise ValueError(f"{name} has no batch: pass a list, since an iterator is empty after its first use")
+
+
+def _why_no_tensors(batch: object) -> str:
+    """What in ``batch`` should be a tensor but isn't: tokens, as they are before they become a tensor."""
+    if isinstance(batch, Mapping) and not isinstance(ids := batch.get("input_ids"), Tensor | None):
+        return f"has input_ids of type {type(ids).__name__}"
+    if isinstance(batch, list) and batch and all(isinstance(each, int) for each in batch):
+        return "is a list of numbers"
+    return ""
 
 
 @contextmanager

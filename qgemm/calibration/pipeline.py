@@ -110,12 +110,16 @@ class _Run:
             self._quantize("", rest, self.calls)
 
     def _prepare(self) -> None:
-        before = [parameter._version for parameter in self.model.parameters()]
+        before = self._versions()
         try:
             for method in self.recipe:
                 method.prepare(self.model, self.works)
         finally:
-            self.has_changed = before != [parameter._version for parameter in self.model.parameters()]
+            self.has_changed = before != self._versions()
+
+    def _versions(self) -> list[object]:
+        """Changes if a parameter does; tensors made in inference mode have no version, and count as changed."""
+        return [object() if each.is_inference() else each._version for each in self.model.parameters()]
 
     def divide(self, chains: Sequence[Chain]) -> None:
         """Finds the block of each layer; a layer in several blocks belongs to the rest of the model."""

@@ -44,7 +44,15 @@ from qgemm.checkpoint.pretrained import (
 )
 from qgemm.checkpoint.requantize import requantize
 from qgemm.checkpoint.stored_report import parse_report, warn_without_report
-from qgemm.checkpoint.tensors import BIAS_DTYPES, dtype_name, forget_ties, get_tensor, named_tensors, set_tensor
+from qgemm.checkpoint.tensors import (
+    BIAS_DTYPES,
+    dtype_name,
+    forget_ties,
+    get_tensor,
+    named_tensors,
+    set_tensor,
+    unwrapped,
+)
 from qgemm.device import find_device
 from qgemm.fusion import fuse as fuse_layers
 from qgemm.fusion import unfuse
@@ -93,7 +101,8 @@ def load_quantized(
     device, folder = find_device(device), as_path("folder", folder)
     wanted = None if scheme is None else resolve_scheme(scheme)
     own_dtype = _as_dtype(dtype, model)
-    found, values = retry_while_saved(folder, lambda: _read(folder, model, device, wanted, own_dtype))
+    inner = unwrapped(model) if isinstance(model, nn.Module) else model
+    found, values = retry_while_saved(folder, lambda: _read(folder, inner, device, wanted, own_dtype))
     _put_in_place(found, values, device)
     if is_pretrained(found.model):
         announce_quantized(found.model, found.contents.manifest.save)
@@ -101,8 +110,9 @@ def load_quantized(
         warn_without_report(folder, found.contents.lacks)
     for note in found.contents.notes:
         warn_user(f"{folder}: {note}")
-    loaded = cast(Model, found.model.eval())
-    return fuse_layers(loaded) if fuse else loaded
+    if fuse:
+        fuse_layers(found.model)
+    return cast(Model, model if isinstance(model, nn.Module) else found.model).eval()
 
 
 def _as_dtype(dtype: torch.dtype | str | None, model: object) -> torch.dtype | None:

@@ -45,7 +45,7 @@ from qgemm.checkpoint.refusal import FUSIONS_KEY, add_refusal
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, SAVE
 from qgemm.checkpoint.safetensors_writer import check_tensor_name, write_safetensors
 from qgemm.checkpoint.staging import StagedFiles, remove_files
-from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
+from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors, unwrapped
 from qgemm.model.report import QuantReport, stored_report
 from qgemm.nn.quant_layer import QuantLayer, quant_layers
 from qgemm.warn import warn_user
@@ -83,7 +83,7 @@ def save_quantized(
         raise ValueError(f"format is {format!r}; it must be one of {formats}")
     check_model(model)
     folder = as_new_folder("folder", folder)
-    model = getattr(model, "_orig_mod", model)  # the model inside what torch.compile returned
+    model = unwrapped(model)
     layers = _layers_of(model)
     tensors = stored_tensors(model)
     _check_can_be_stored(model, tensors)

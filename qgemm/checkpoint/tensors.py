@@ -26,6 +26,13 @@ def transient_names(model: nn.Module) -> set[str]:
     }
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside what ``torch.compile`` and PyTorch's data parallelism return."""
+    while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or "_orig_mod" in model._modules:
+        model = model._orig_mod if "_orig_mod" in model._modules else model.module  # type: ignore[assignment]
+    return model
+
+
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that a checkpoint stores: all except the integer buffers that ``state_dict`` leaves out.
 

@@ -30,7 +30,7 @@ from qgemm.nn.blocks.layer import FusedLayer
 from qgemm.nn.blocks.norm import FusedNorm
 from qgemm.nn.blocks.position_bias import POSITION_BIAS
 from qgemm.nn.blocks.siblings import FusedSibling, Siblings
-from qgemm.nn.quant_layer import has_quant_layers
+from qgemm.nn.quant_layer import has_quant_layers, quant_layers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -46,11 +46,15 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     Each fused layer is compared with the original one before it replaces it. ``inputs``: keyword arguments of the
     model's forward for this comparison; None uses a few tokens. A layer whose outputs differ stays as it was.
 
-    Raises ``ValueError`` for a model without quantized layers. Call it again after layers were added or replaced.
+    Raises ``ValueError`` for a model without quantized layers, or one that FSDP has sharded. Call it again after layers
+    were added or replaced.
     """
     check_model(model)
     if not has_quant_layers(model):
         raise ValueError(f"{type(model).__name__} holds no quantized layer to fuse: call quantize_model first")
+    for name, layer in quant_layers(model).items():
+        if any(type(each.detach()) is not Tensor for each in layer.parameters(recurse=False)):
+            raise ValueError(f"{name} is sharded among processes, by FSDP: call fuse before fully_shard")
     # Those of TorchScript compute by themselves.
     modules = {n: each for n, each in model.named_modules() if not isinstance(each, torch.jit.ScriptModule)}
     layers = {name: module for name, module in modules.items() if is_layer(module)}

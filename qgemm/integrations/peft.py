@@ -136,7 +136,8 @@ class LoraQuantLinear(Linear):
         if isinstance(self.get_base_layer(), LinearLayer):
             raise NotImplementedError(
                 "an adapter can't be merged into a quantized weight without rounding the sum again: keep it separate, "
-                "or call model.dequantize(), merge it into the float model, and quantize the result"
+                "or merge it into the float model, which model.dequantize() restores if it is one of transformers, and "
+                "quantize the result"
             )
 
     def unmerge(self) -> None:

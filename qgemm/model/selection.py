@@ -181,7 +181,11 @@ def _no_match(argument: str, pattern: Pattern, layers: list[Layer]) -> str:
     if isinstance(pattern, re.Pattern):
         return f"{argument}: the regular expression {pattern.pattern!r} matches no linear layer's name"
     names = sorted({container for layer in layers for name in layer.names for container in _with_containers(name)})
-    close = difflib.get_close_matches(pattern, names, n=3)
+
+    def as_glob(glob: str) -> list[str]:  # other libraries match parts of names
+        return [glob] if pattern and any(fnmatchcase(name, glob) for name in names) else []
+
+    close = as_glob(f"*.{pattern}") or difflib.get_close_matches(pattern, names, n=3) or as_glob(f"*{pattern}*")
     hint = f": did you mean {' or '.join(map(repr, close))}?" if close else "; names are as in model.named_modules()"
     return f"{argument}: {pattern!r} matches no linear layer, nor a module that contains one{hint}"
 

@@ -117,7 +117,8 @@ class QuantLayer(nn.Module):
         accelerate does, because it casts new values to the dtype that it finds. On meta, code that loads compares
         dtypes, shapes and identities; only the code of a model whose layers accelerate offloads has no use for these.
 
-        Raises ``RuntimeError`` for code of PyTorch that is about to replace the parameter by a computed tensor.
+        Raises ``RuntimeError`` for code of PyTorch that is about to replace the parameter by a computed tensor, and of
+        diffusers that is about to join float weights.
         """
         module = str(caller.f_globals.get("__name__"))
         if module in _REPLACE_WEIGHTS:
@@ -128,6 +129,11 @@ class QuantLayer(nn.Module):
                 f"the layer in float (skip={layer or 'its name'!r} in quantize_model)"
             )
         package = module.partition(".")[0]
+        if package == "diffusers" and caller.f_code.co_name == "fuse_projections":
+            raise RuntimeError(
+                f"{self.layer_name or 'a layer'} is quantized: fuse_qkv_projections joins float weights, so call it "
+                "before quantize_model, or call qgemm.fuse(model) instead"
+            )
         if not parameter.is_meta:
             return package == "accelerate"
         return package in ("accelerate", "torch", "qgemm") or "_hf_hook" not in vars(self)

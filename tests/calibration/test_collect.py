@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import accelerate
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES
@@ -257,6 +258,10 @@ def test_batches_of_every_kind(kind: str) -> None:
         (3, TypeError, "calibration is a int"),
         ([], ValueError, "calibration has no batch"),
         ([torch.ones(4, 32), "text"], TypeError, r"batch 1 of calibration is a str.*with the model's tokenizer"),
+        # What a tokenizer and a data set return unless they are asked for tensors.
+        ([{"input_ids": [[1, 2]]}], TypeError, r"batch 0 of calibration has input_ids of type list; .*return_tensors="),
+        ([{"input_ids": np.ones((1, 2), int)}], TypeError, r"batch 0 .* has input_ids of type ndarray; "),
+        ([torch.ones(4, 32), [1, 2, 3]], TypeError, r"batch 1 of calibration is a list of numbers; .*return_tensors="),
         ([torch.full((4, 32), torch.nan)], ValueError, "the input of 'up': x holds NaN"),
     ],
 )

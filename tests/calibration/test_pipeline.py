@@ -396,6 +396,19 @@ def test_the_same_call_gives_the_same_bits(family: str, recipe: str) -> None:
     assert qgemm.calibration.Recipe.of(models[0]) == qgemm.calibration.Recipe(RECIPES[recipe])
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_model_made_in_inference_mode_gets_the_same_bits(family: str) -> None:
+    def make() -> nn.Module:
+        example = {**FAMILIES, **MIXTURES}[family]()
+        return qgemm.quantize_model(
+            example.model, "int8-static", calibration=batches_for(example.inputs), recipe=[SmoothQuant(), GPTQ()]
+        )
+
+    with torch.inference_mode():
+        model = make()
+    assert same_state(model, make())
+
+
 def test_progress_shows_the_error_of_each_layer(capsys: pytest.CaptureFixture[str]) -> None:
     model = Sided()
     qgemm.quantize_model(model, calibration=[(torch.randn(4, 32), True)], recipe=[], progress=True)

@@ -307,10 +307,14 @@ def test_only_partly_shared_memory_is_stored_apart(tmp_path: Path) -> None:
     assert_same_tensors(load_quantized(tmp_path, model=given), model.eval())
 
 
-def test_compiled_model_saves_as_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: torch.compile(nn.DataParallel(model))])
+def test_a_model_in_a_wrapper_saves_as_itself(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
     model = swap_linears(tiny_llama())
-    save_quantized(torch.compile(model), tmp_path)
+    save_quantized(wrap(model), tmp_path)
     assert_same_tensors(load_quantized(tmp_path), model)
+    wrapped = wrap(tiny_llama())
+    assert load_quantized(tmp_path, model=wrapped) is wrapped
+    assert_same_tensors(load_quantized(tmp_path, model=wrap(tiny_llama())), wrap(model))
 
 
 def test_download_of_the_hub_client_loads(tmp_path: Path, llama_folder: Path) -> None:

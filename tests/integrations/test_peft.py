@@ -208,10 +208,11 @@ def test_the_trainer_trains_chosen_parameters_without_an_adapter(llama_folder: P
     model = load_int8(llama_folder)
     with pytest.raises(ValueError, match="purely quantized"):  # nothing was chosen: it would leave out most weights
         Trainer(model, arguments, train_dataset=rows)
-    for parameter in model.parameters():
-        parameter.requires_grad = False
-    with pytest.raises(ValueError, match="purely quantized"):
-        Trainer(model, arguments, train_dataset=rows)
+    model.requires_grad_(False)
+    still = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)  # to evaluate or to predict
+    assert still.evaluate()["eval_loss"] == pytest.approx(model(IDS[:1], labels=IDS[:1]).loss.item())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        still.train()
     norms = [module.weight for module in model.modules() if "RMSNorm" in type(module).__name__]
     for weight in norms:
         weight.requires_grad = True

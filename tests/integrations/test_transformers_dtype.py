@@ -11,7 +11,7 @@ import torch
 from families import FAMILIES
 from families.schemes import EVERY_LAYER, in_models, quantized_model
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, T5EncoderModel
 
 import qgemm
 from integrations.folders import assert_same
@@ -75,3 +75,17 @@ def test_what_a_class_keeps_in_float32_is_not_the_values_of_quantized_layers(
     loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
     assert "_get_dtype_plan" not in vars(loaded)
     assert_same(loaded, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_class_with_other_names_than_the_files(dtype: torch.dtype, tmp_path: Path) -> None:
+    # Up to 5.20, transformers reads tensors that it renames in the dtype of the files, if there is a quantizer.
+    whole: Any = qgemm.quantize_model(FAMILIES["t5"]().model)
+    whole.save_pretrained(tmp_path / "whole")
+    encoder = T5EncoderModel.from_pretrained(tmp_path / "whole", dtype=dtype)
+    assert_same(encoder.encoder, type(whole).from_pretrained(tmp_path / "whole", dtype=dtype).encoder)
+    language: Any = qgemm.quantize_model(FAMILIES["llama"]().model)
+    language.save_pretrained(tmp_path / "language")
+    base = AutoModel.from_pretrained(tmp_path / "language", dtype=dtype)
+    assert base.dtype == dtype
+    assert_same(base, AutoModelForCausalLM.from_pretrained(tmp_path / "language", dtype=dtype).model)

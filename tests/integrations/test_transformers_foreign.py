@@ -260,6 +260,19 @@ def test_damage_and_another_class_are_refused(copied: Callable[[str], Path]) -> 
         load(folder)
 
 
+def test_the_config_of_a_quantized_model_is_passed_again(tmp_path: Path) -> None:
+    # transformers expects a dict there, as it stands in files; the config of a model holds an object.
+    model = qgemm.quantize_model(tiny_llama(), {"*.mlp.*": "int4", "*": "int8"})
+    model.save_pretrained(tmp_path)
+    for config in (model.config, AutoModelForCausalLM.from_pretrained(tmp_path).config):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+        assert same_tensors(again, model)
+        assert again.config.quantization_config is not config.quantization_config
+    tiny_llama().save_pretrained(tmp_path / "float")
+    with pytest.raises(CheckpointError, match="these are files of two checkpoints"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "float", config=model.config)
+
+
 def test_configs_of_one_class_are_still_compared(tmp_path: Path) -> None:
     from transformers import GPTQConfig
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from checkpoint.rewriting import edited
-from families import FAMILIES
+from families import FAMILIES, VOCABULARY
 from processes import run_code
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -395,10 +395,27 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 del PreTrainedModel._load_pretrained_model, PreTrainedModel.save_pretrained, PreTrainedConfig.get_config_dict
+del PreTrainedModel.resize_token_embeddings
 del AutoHfQuantizer.merge_quantization_configs, AutoHfQuantizer.supports_quant_method
 import qgemm
 assert "qgemm" in AUTO_QUANTIZER_MAPPING
 """
+
+
+@pytest.mark.parametrize(("size", "entries"), [({"new_num_tokens": 120}, 120), ({"pad_to_multiple_of": 64}, 128)])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_quantized_head_is_not_resized(scheme: str, size: dict[str, int], entries: int) -> None:
+    example = FAMILIES["llama"]()
+    model: Any = qgemm.quantize_model(example.model, scheme, include="lm_head")
+    before = example.output()
+    with pytest.raises(ValueError, match=r"lm_head is quantized .*model\.set_output_embeddings\(.*\.dequantize\(\)\)"):
+        model.resize_token_embeddings(**size)
+    model.resize_token_embeddings()
+    model.resize_token_embeddings(VOCABULARY)  # as scripts do whether they add tokens or not
+    assert torch.equal(example.output(), before)
+    model.set_output_embeddings(model.lm_head.dequantize())
+    model.resize_token_embeddings(**size)
+    assert example.output().shape[-1] == entries
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from transformers import (
     CamembertForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
 )
 
 import qgemm
@@ -60,6 +61,27 @@ def test_wrong_shape_of_a_float_weight(llama_folder: Path) -> None:
         qgemm.CheckpointError, match=r"layers.1.self_attn.q_proj.weight has shape \[64, 32\] .*\[64, 64\]"
     ):
         load_int8(llama_folder)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("device_map", [None, "cpu"])
+def test_a_float_tensor_of_another_shape(
+    quantized: bool, device_map: str | None, llama_folder: Path, tmp_path: Path
+) -> None:
+    # As with a float model. Up to 5.22, transformers compares no shapes if there is a quantizer.
+    to_int8: dict[str, Any] = {"quantization_config": qgemm.QGemmConfig()}
+    first, then = (to_int8, {}) if quantized else ({}, to_int8)
+    LlamaForSequenceClassification.from_pretrained(llama_folder, num_labels=2, **first).save_pretrained(tmp_path)
+    kwargs: dict[str, Any] = {**then, "num_labels": 5, "device_map": device_map}
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        LlamaForSequenceClassification.from_pretrained(tmp_path, **kwargs)
+    model, found = LlamaForSequenceClassification.from_pretrained(
+        tmp_path, **kwargs, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    assert len(quantized_names(model)) == 14
+    assert [tuple(map(list, each[1:])) for each in found["mismatched_keys"]] == [([2, 64], [5, 64])]
+    assert model.score.weight.isfinite().all()
+    assert model(IDS).logits.shape == (len(IDS), 5)
 
 
 @pytest.mark.parametrize("leaf", ["weight", "weight_scale"])

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from checkpoint.models import tiny_llama
 from families.example import example
 from families.schemes import EVERY_LAYER, quantized_layer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -27,7 +29,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 import qgemm
-from integrations.folders import BY_EXPERT, load_part
+from integrations.folders import BY_EXPERT, assert_same, load_part
 from qgemm import QuantExperts
 from qgemm.checkpoint.safetensors_file import read_headers
 from qgemm.nn import QuantLayer
@@ -84,6 +86,20 @@ def llama() -> LlamaForCausalLM:
 def mixture() -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=128)
     return Qwen3MoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_layers_of_a_model(tied: bool, tmp_path: Path) -> None:
+    # As of a float model, to look at a part of a large one.
+    model: Any = qgemm.quantize_model(tiny_llama(tied), {"*.up_proj": "int4", "*": "int8"})
+    qgemm.save_quantized(model, tmp_path)
+    first: Any = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    assert_same(first, model)
+    names = [[each.name for each in qgemm.report(loaded).quantized] for loaded in (first, model)]
+    assert names[0] == names[1]
+    first.save_pretrained(tmp_path / "first")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "first"), model)
 
 
 @pytest.mark.parametrize(

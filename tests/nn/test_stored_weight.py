@@ -97,6 +97,17 @@ def test_a_weight_is_not_replaced_by_one_that_is_computed(how: str, scheme: str)
     assert (layer(x) != wanted).any()
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_diffusers_does_not_join_projections(scheme: str) -> None:
+    processors = pytest.importorskip("diffusers.models.attention_processor")
+    attention = processors.Attention(query_dim=16, heads=2, dim_head=8)
+    model = quantize_model(nn.ModuleDict({"attn": attention}), scheme)
+    wanted = r"^attn.to_q is quantized: fuse_qkv_projections .* before quantize_model, or call qgemm.fuse\(model\)"
+    with pytest.raises(RuntimeError, match=wanted):
+        model["attn"].fuse_projections()
+    assert model["attn"](torch.randn(1, 3, 16)).shape == (1, 3, 16)
+
+
 def test_the_way_out_of_the_error() -> None:
     model = nn.ModuleDict({"block": Reader(READS["@"]), "other": nn.Linear(16, 16)})
     x = torch.randn(3, 16)

@@ -39,8 +39,14 @@ from qgemm.integrations.transformers import batching
 from qgemm.integrations.transformers.attention import attention, mask
 from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
 from qgemm.integrations.transformers.config import QGemmConfig
-from qgemm.integrations.transformers.foreign import admit_nameless, prefer_qgemm
-from qgemm.integrations.transformers.parts import dequantize_parts, refuse_values, save_parts, tell_parts
+from qgemm.integrations.transformers.foreign import admit_configs, prefer_qgemm
+from qgemm.integrations.transformers.parts import (
+    dequantize_parts,
+    keep_quantized_heads,
+    refuse_values,
+    save_parts,
+    tell_parts,
+)
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer, attach_quantizer
 
 __all__ = ["KeyValueCache", "QGemmConfig", "QGemmQuantizer", "attach_quantizer"]
@@ -66,11 +72,12 @@ def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callab
 
 # The only place where transformers compares a given config with the checkpoint's; it raises if their classes differ.
 _wrap(AutoHfQuantizer, "merge_quantization_configs", prefer_qgemm)
-_wrap(AutoHfQuantizer, "supports_quant_method", admit_nameless)
+_wrap(AutoHfQuantizer, "supports_quant_method", admit_configs)
 # Functions that don't ask a quantizer about a part of a model.
 _wrap(PreTrainedConfig, "get_config_dict", tell_parts)
 _wrap(PreTrainedModel, "save_pretrained", save_parts)
 _wrap(PreTrainedModel, "dequantize", dequantize_parts)
 _wrap(PreTrainedModel, "_load_pretrained_model", refuse_values)
+_wrap(PreTrainedModel, "resize_token_embeddings", keep_quantized_heads)
 # Models cast inputs, masks and caches to this dtype; the first float parameter may be a scale, or a float8 weight.
 PreTrainedModel.dtype = property(model_dtype)  # type: ignore

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qgemm.checkpoint import formats
 from qgemm.checkpoint.contents import check_unheld, read_converted
@@ -64,11 +65,16 @@ def prefer_qgemm(merge: Callable[..., Any]) -> Callable[..., Any]:
     return merge_configs
 
 
-def admit_nameless(supports: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Wraps transformers' ``supports_quant_method``: it passes a config without a method, so that ``merge`` raises."""
+def admit_configs(supports: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Wraps transformers' ``supports_quant_method``: it passes a config without a method, so that ``merge`` raises.
+
+    It also accepts the object in the ``config`` of a quantized model, which may be passed to ``from_pretrained`` again.
+    """
 
     @functools.wraps(supports)
     def supports_method(quantization_config: Any) -> bool:
+        if isinstance(quantization_config, QuantizationConfigMixin):
+            quantization_config = quantization_config.to_dict()
         names = ("quant_method", "load_in_8bit", "load_in_4bit")
         is_nameless = isinstance(quantization_config, dict) and not any(map(quantization_config.get, names))
         return is_nameless or supports(quantization_config)

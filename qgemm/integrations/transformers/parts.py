@@ -23,6 +23,7 @@ from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer
 from qgemm.integrations.transformers.renaming import check_dtypes, check_files
+from qgemm.nn import LinearLayer
 from qgemm.nn.quant_layer import has_quant_layers
 
 
@@ -48,10 +49,19 @@ def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
 def save_parts(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps transformers' ``save_pretrained``: what has quantized layers has a quantizer, and what has none doesn't."""
 
+    signature = inspect.signature(save_pretrained)
+
     @functools.wraps(save_pretrained)
     def save_with_quantizer(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         with _quantizer_lent(self) if has_quant_layers(self) else _marks_hidden(self):
-            return save_pretrained(self, *args, **kwargs)
+            quantizer: Any = getattr(self, "hf_quantizer", None)
+            if not isinstance(quantizer, QGemmQuantizer):
+                return save_pretrained(self, *args, **kwargs)
+            quantizer.given_state = signature.bind(self, *args, **kwargs).arguments.get("state_dict")
+            try:
+                return save_pretrained(self, *args, **kwargs)
+            finally:
+                quantizer.given_state = None
 
     return save_with_quantizer
 
@@ -71,6 +81,32 @@ def dequantize_parts(dequantize: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return dequantize_with_quantizer
+
+
+def keep_quantized_heads(resize: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps transformers' ``resize_token_embeddings``: raises ``ValueError`` before anything changes.
+
+    transformers resizes the embedding first, and then refuses a head that is no ``nn.Linear``.
+    """
+    signature = inspect.signature(resize)
+
+    @functools.wraps(resize)
+    def resize_floats(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        head: Any = self.get_output_embeddings()
+        if isinstance(head, LinearLayer):
+            entries = given.get("new_num_tokens") or head.out_features
+            if multiple := given.get("pad_to_multiple_of"):
+                entries = -(-entries // multiple) * multiple
+            if entries != head.out_features:
+                raise ValueError(
+                    f"{head.layer_name or 'the output head'} is quantized and can't get {entries} rows instead of "
+                    f"{head.out_features}: resize the float model, or first put a float head into this one, with "
+                    "model.set_output_embeddings(model.get_output_embeddings().dequantize())"
+                )
+        return resize(self, *args, **kwargs)
+
+    return resize_floats
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from qgemm.checkpoint.disk import check_regular, reading
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import built_again
 from qgemm.checkpoint.requantize import convert_layers
+from qgemm.checkpoint.tensors import split_name
 from qgemm.fusion import fuse, unfuse
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.foreign import ForeignLoad, is_foreign
@@ -44,6 +46,8 @@ class QGemmQuantizer(HfQuantizer):
     quantization_config: QGemmConfig
     # The model that was loaded, and the parameters that were trainable then.
     _loaded: tuple[weakref.ref[nn.Module], set[str]] | None = None
+    # The ``state_dict`` that ``save_pretrained`` was called with; transformers would forget it.
+    given_state: Mapping[str, Tensor] | None = None
 
     def __init__(self, quantization_config: QGemmConfig, **kwargs: Any) -> None:
         """``pre_quantized``, in ``kwargs``: whether the checkpoint is already quantized."""
@@ -64,12 +68,12 @@ class QGemmQuantizer(HfQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether ``Trainer`` trains the model without an adapter: only if the user has chosen which parameters.
+        """Whether ``Trainer`` accepts the model without an adapter: only if the user chose what to train, or nothing.
 
         As it is loaded, all but the quantized layers is trainable: training that would leave out most weights.
         """
         model = None if self._loaded is None else self._loaded[0]()
-        return model is not None and _trainable(model) not in (set(), self._loaded[1])  # type: ignore[index]
+        return model is not None and _trainable(model) != self._loaded[1]  # type: ignore[index]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the model: a copy of the quantizer belongs to a copy of the model."""
@@ -134,6 +138,7 @@ class QGemmQuantizer(HfQuantizer):
         else:
             check_files(model, files)
             self._quantizing = start_quantizing(model, self.quantization_config)
+        _treat_floats_alike(model, is_split=self._distributed_config is not None)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         config = self.quantization_config
@@ -164,7 +169,7 @@ class QGemmQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What ``save_pretrained`` stores: the same tensors as ``save_quantized``. The config describes them."""
-        return tensors_and_metadata(model)
+        return tensors_and_metadata(model, self.given_state)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         """Replaces quantized layers by float ones, in ``dtype``: by default that of the model's float part.
@@ -210,6 +215,38 @@ class QGemmQuantizer(HfQuantizer):
         close_attention(model)
         drop_reports(model)
         return model
+
+
+def _treat_floats_alike(model: PreTrainedModel, is_split: bool) -> None:
+    """Makes transformers read float tensors as those of a float model, as its later versions do.
+
+    If there is a quantizer, versions up to 5.22 put tensors of any shape into the model, and those up to 5.20 keep the
+    dtype of tensors with another name in the files. A wrong shape becomes what it is in a float model: an error, or a
+    new tensor.
+    ``is_split``: among processes, so that shapes differ.
+    """
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in named}
+
+    def mark_tied_weights_as_initialized(loading_info: Any) -> None:  # the first that is called with what was loaded
+        del model.mark_tied_weights_as_initialized
+        kept = model._get_dtype_plan(model.config.dtype)  # type: ignore[arg-type]
+        for name, (shape, dtype) in wanted.items():
+            owner, leaf = split_name(name)
+            module = model.get_submodule(owner)
+            fixed = module.fixed_names if isinstance(module, QuantLayer) else ()
+            value = module._parameters.get(leaf, module._buffers.get(leaf))
+            if value is None or leaf in fixed:
+                continue
+            if value.shape != shape and not is_split and not isinstance(module, QuantLayer):
+                loading_info.mismatched_keys.add((name, value.shape, shape))
+                empty = value.new_empty(shape, device="meta")
+                setattr(module, leaf, nn.Parameter(empty) if isinstance(value, nn.Parameter) else empty)
+            elif value.is_floating_point() and value.device.type != "meta":
+                value.data = value.data.to(next((kept[part] for part in kept if re.search(part, name)), dtype))
+        model.mark_tied_weights_as_initialized(loading_info)
+
+    model.mark_tied_weights_as_initialized = mark_tied_weights_as_initialized  # type: ignore[method-assign]
 
 
 def _trainable(model: nn.Module) -> set[str]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qgemm.checkpoint.checksum import checksum, format_checksum
@@ -94,6 +94,9 @@ class QuantizedLoad:
 
     def _put_layers(self, model: PreTrainedModel, manifest: Manifest) -> tuple[dict[str, QuantLayer], Manifest]:
         """Puts the layers in ``manifest`` into ``model``, without values; returns them, and the model's manifest."""
+        if any(_is_beyond(model, name) for name in manifest.layers):
+            manifest = _without_last_layers(model, manifest)
+            self._files.report = None  # it describes all layers
         may_be_called = list(manifest.layers)
         if self.renaming is not None:
             may_be_called = [candidate for name in manifest.layers for candidate in self.renaming.names(name)]
@@ -196,6 +199,27 @@ def _manifest_for(model: PreTrainedModel, renaming: Renaming, manifest: Manifest
     ties = {alias: renaming.name_in(model, name) for alias, name in own(manifest.tied).items()}
     own_ties = {alias: name for alias, name in ties.items() if name is not None}
     return Manifest(own(manifest.layers), own_ties, manifest.save, in_features=own(manifest.in_features))
+
+
+def _is_beyond(model: PreTrainedModel, name: str) -> bool:
+    """Whether the module ``name`` is in a list of ``model`` with fewer modules, as with ``num_hidden_layers=2``."""
+    module: nn.Module = model
+    for part in name.split("."):
+        if (child := module._modules.get(part)) is None:
+            return isinstance(module, nn.ModuleList) and part.isdigit()
+        module = child
+    return False
+
+
+def _without_last_layers(model: PreTrainedModel, manifest: Manifest) -> Manifest:
+    """The part of ``manifest`` about a model with fewer layers; transformers lists the tensors that it leaves out."""
+
+    def own(by_name: Mapping[str, Value]) -> dict[str, Value]:
+        return {name: value for name, value in by_name.items() if not _is_beyond(model, name)}
+
+    return replace(
+        manifest, layers=own(manifest.layers), tied=own(manifest.tied), in_features=own(manifest.in_features)
+    )
 
 
 def _check_stored(
