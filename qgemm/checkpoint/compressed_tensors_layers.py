@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qgemm.checkpoint.compressed_tensors_groups import BLOCK, MXFP4, MXFP8, NVFP4, PACKED, Group
-from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.compressed_tensors_groups import MXFP4, MXFP8, NVFP4, PACKED, Group
+from qgemm.checkpoint.contents import Contents, Made
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.float_layers import (
     for_each,
@@ -34,7 +34,9 @@ from qgemm.checkpoint.integer_layers import note_int8, note_shifted
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.checkpoint.words import by_rows, select_columns, unpack_words
-from qgemm.numerics.formats import FP8, INT8
+from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.formats import FP8, INT4, INT8
+from qgemm.numerics.groups import stored_weight
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, packed_width
 
@@ -142,7 +144,7 @@ def _problem_with_scale(layer: Layer, group: Group, N: int, K: int) -> str:
         "channel": {(N, 1), (N,)},
         "group": {of_groups},
         "tensor_group": {of_groups},
-        "block": {(cdiv(N, BLOCK[0]), cdiv(K, BLOCK[1]))},
+        "block": {(cdiv(N, BLOCK), cdiv(K, BLOCK))},
     }
     shapes = by_strategy[group.weights.strategy]
     dtypes = {NVFP4: (FP8.storage,), MXFP4: (torch.uint8,), MXFP8: (torch.uint8,)}.get(group.stored_as, FLOAT_DTYPES)
@@ -219,8 +221,7 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
     assert layer.shape is not None
     (N, K), bits, name = layer.shape, group.weights.bits, layer.name
     contents.shapes[name] = (N, K)
-    shape: tuple[int, ...] = (N, packed_width(K) if bits == 4 else K)
-    dtype = torch.uint8 if bits == 4 else INT8.storage
+    shape, dtype = stored_weight(N, K, INT4 if bits == 4 else INT8)
 
     def make(words: Tensor, *g_idx: Tensor) -> tuple[Tensor, ...]:
         order = torch.argsort(g_idx[0], stable=True) if g_idx else None
@@ -235,7 +236,7 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
         return (weight,) if order is None else (weight, order.to(torch.int32))
 
     sources = [f"{name}.weight_packed"]
-    made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {f"{name}.weight": (sources[0], shape, dtype)}
+    made: dict[str, Made] = {f"{name}.weight": (sources[0], shape, dtype)}
     if layer.is_ordered:
         sources.append(f"{name}.weight_g_idx")
         made[f"{name}.input_order"] = (sources[1], (K,), torch.int32)

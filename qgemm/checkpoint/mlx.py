@@ -28,15 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported, unsupported_groups
+from qgemm.checkpoint.contents import Contents, Made
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.layout import read_json, settings_of_mlx
-from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
 from qgemm.checkpoint.words import by_rows, unpack_nibbles
 from qgemm.numerics.formats import FP8, INT8
-from qgemm.numerics.packing import pack_codes, packed_width
+from qgemm.numerics.groups import stored_weight
+from qgemm.numerics.packing import pack_codes
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 QUANT_METHOD = "mlx"
@@ -75,13 +76,12 @@ class _Layer:
     N: int
     K: int
 
-    @property
-    def scheme(self) -> QuantScheme:
-        """The scheme that computes it. Raises ``ValueError`` for groups that no scheme has."""
+    def scheme(self, path: Path) -> QuantScheme:
+        """The scheme that computes it. Raises ``CheckpointError``, naming ``path``, for groups that no scheme has."""
         if self.mode != _AFFINE:
             return resolve_scheme(self.mode)
-        stored = 4 if self.bits <= 4 else 8
-        return integers_scheme(stored, None if self.size == self.K else self.size, symmetric=False, float_zeros=True)
+        bits, size = 4 if self.bits <= 4 else 8, None if self.size == self.K else self.size
+        return scheme_in_file(path, self.name, bits, size, symmetric=False, float_zeros=True)
 
     @property
     def middle(self) -> int:
@@ -178,21 +178,15 @@ def _layer(
 
 
 def _note(contents: Contents, layer: _Layer) -> None:
-    try:
-        scheme = layer.scheme
-    except ValueError:
-        raise unsupported_groups(contents.stored[f"{layer.name}.weight"].path, layer.name, layer.size) from None
+    scheme = layer.scheme(contents.stored[f"{layer.name}.weight"].path)
     leaves = ("weight", "scales", layer.biases) if layer.mode == _AFFINE else ("weight", "scales")
     sources = [f"{layer.name}.{leaf}" for leaf in leaves]
-    form, grid = scheme.weight.format, (layer.N, layer.K // layer.size)
-    width = packed_width(layer.K) if form.bits == 4 else layer.K
+    grid, stored = (layer.N, layer.K // layer.size), stored_weight(layer.N, layer.K, scheme.weight.format)
     scale = {"mxfp4": torch.uint8, "mxfp8": torch.uint8, "nvfp4": FP8.storage}.get(layer.mode)
     scale = scale or contents.stored[sources[1]].dtype
-    assert scale is not None
-    stored_as = torch.uint8 if form.bits == 4 else form.storage
-    made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
+    made: dict[str, Made] = {}
     for name in layer.names:
-        made[f"{name}.weight"] = sources[0], (layer.N, width), stored_as
+        made[f"{name}.weight"] = sources[0], *stored
         made[f"{name}.weight_scale"] = sources[1], grid, scale
         if layer.mode == _AFFINE:
             made[f"{name}.weight_zero_point"] = sources[2], grid, torch.float32

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qgemm.checkpoint.contents import Contents, read_converted
+from qgemm.checkpoint.contents import Contents, Made, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import place_of
 from qgemm.checkpoint.pretrained import is_pretrained
@@ -257,13 +257,9 @@ def _add_zero_points(contents: Contents, layer: str, like: str) -> None:
     """Gives a symmetric ``layer`` zero points of 0, in the dtype of those of the layer ``like``."""
     weight, scale, zero_point = (f"{layer}.{leaf}" for leaf in ("weight", "weight_scale", "weight_zero_point"))
     headers = contents.headers
-    made = {
-        name: (name, headers[name].shape, stored_as)
-        for name in (weight, scale)
-        if (stored_as := headers[name].dtype) is not None
-    }
+    made: dict[str, Made] = {name: (name, headers[name].shape, headers[name].dtype) for name in (weight, scale)}
     known = headers.get(f"{like}.weight_zero_point")
-    dtype = torch.int8 if known is None or known.dtype is None else known.dtype
+    dtype = torch.int8 if known is None else known.dtype
     made[zero_point] = scale, headers[scale].shape, dtype
 
     def add(values: dict[str, Tensor]) -> Sequence[Tensor]:

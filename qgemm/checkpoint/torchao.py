@@ -21,8 +21,8 @@ from torch import Tensor
 
 from qgemm.checkpoint import torchao_int4
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported, unsupported_groups
-from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_metadata, read_values, unfit
 from qgemm.checkpoint.signs import note_scaled
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
@@ -95,10 +95,7 @@ def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool
     if form is FP8:
         scheme = resolve_scheme("fp8" if by_row else "fp8-weight")
     else:
-        try:
-            scheme = resolve_scheme("int8") if by_row else integers_scheme(bits, size, symmetric)
-        except ValueError:
-            raise unsupported_groups(path, layer, size) from None
+        scheme = resolve_scheme("int8") if by_row else scheme_in_file(path, layer, bits, size, symmetric)
     contents.manifest.layers[layer] = scheme
     contents.shapes[layer] = N, K
     shape, dtype = ((N,), torch.float32) if by_row else ((N, 1 if size is None else K // size), scale.dtype)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported_groups
-from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES
 from qgemm.checkpoint.words import by_rows, unpack_nibbles
@@ -52,7 +52,6 @@ def _note_plain(contents: Contents, layer: str, about: dict[str, Any], symmetric
             contents.pass_over(name)  # already read
             continue
         dtype = contents.stored[name].dtype
-        assert dtype is not None
         contents.convert(f"{layer}.{leaf}", name, (N, groups), lambda value: value.t().contiguous(), dtype)
     _add(contents, layer, size, symmetric, (N, K), weight.path)
 
@@ -72,7 +71,6 @@ def _note_tiles(contents: Contents, layer: str, about: dict[str, Any], symmetric
     groups = cdiv(K, size)
     _check_factors(contents, names[1:], (cdiv(columns, size), rows, 2), weight.path)
     dtype = contents.stored[names[1]].dtype
-    assert dtype is not None
 
     def to_factors(value: Tensor) -> Sequence[Tensor]:
         scale, zero_point = (each.t().contiguous() for each in value[:groups, :N].unbind(-1))
@@ -110,11 +108,8 @@ def _check_factors(contents: Contents, names: list[str], shape: tuple[int, ...],
 
 
 def _add(contents: Contents, layer: str, size: int, symmetric: bool, shape: tuple[int, int], path: Path) -> None:
-    try:
-        own_size = None if size >= shape[1] else size
-        scheme = integers_scheme(4, own_size, symmetric, float_zeros=not symmetric)
-    except ValueError:
-        raise unsupported_groups(path, layer, size) from None
+    own_size = None if size >= shape[1] else size
+    scheme = scheme_in_file(path, layer, 4, own_size, symmetric, float_zeros=not symmetric)
     contents.manifest.layers[layer] = scheme
     contents.shapes[layer] = shape
 
