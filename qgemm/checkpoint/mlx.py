@@ -137,23 +137,8 @@ def _layer(
     name: str, biases: str, quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path
 ) -> _Layer:
     """What the config and the headers say about a layer."""
-    own = quantization.get(name)
-    said = own if isinstance(own, dict) else quantization
-    mode = said.get("mode", _AFFINE)
-    if not isinstance(mode, str) or mode not in _DEFAULTS:
-        raise unsupported(f"{config_path}: {name} is in mode {mode!r}; qgemm reads MLX's {', '.join(_DEFAULTS)}")
-    usual = _DEFAULTS[mode]
-    size, bits = (said.get(key, each) for key, each in zip(("group_size", "bits"), usual, strict=True))
-    if said is quantization and not {"group_size", "bits"} & said.keys():
-        library = "transformers" if biases == METAL_BIASES else "MLX"
-        raise CheckpointError(
-            f"{config_path} has no quantization_config of {library}, and the tensors don't tell how many bits {name} "
-            f"has, and in which groups: put the quantization there that {library} wrote"
-        )
-    is_known = size == usual[0] and bits == usual[1] if mode != _AFFINE else type(bits) is int and bits in _BITS
-    if not is_known or type(size) is not int or size < 1:
-        raise unsupported(f"{config_path}: {name} has {bits!r} bits in groups of {size!r} values in mode {mode}")
-    weight, scales = stored[f"{name}.weight"], stored.get(f"{name}.scales")
+    mode, size, bits = _stated(name, biases, quantization, config_path)
+    weight = stored[f"{name}.weight"]
     *stack, N, words = weight.shape if len(weight.shape) in (2, 3) else (0, 0)
     K, rest = divmod(words * 32, bits)
     is_stack = split_name(split_name(name)[0])[1] in _STACKED
@@ -173,8 +158,28 @@ def _layer(
         if tensor is None or tensor.dtype not in dtypes or tensor.shape != shape:
             kind = "of a float dtype" if mode == _AFFINE else "torch.uint8"
             raise unfit(weight.path, f"{name}.{leaf}", tensor, f"{kind}, {list(shape)}")
-    assert scales is not None
     return _Layer(name, biases, mode, bits, size, stack[0] if stack else 0, N, K)
+
+
+def _stated(name: str, biases: str, quantization: dict[str, Any], config_path: Path) -> tuple[str, int, int]:
+    """The mode, group size and bits of the layer ``name`` in the config."""
+    own = quantization.get(name)
+    said = own if isinstance(own, dict) else quantization
+    mode = said.get("mode", _AFFINE)
+    if not isinstance(mode, str) or mode not in _DEFAULTS:
+        raise unsupported(f"{config_path}: {name} is in mode {mode!r}; qgemm reads MLX's {', '.join(_DEFAULTS)}")
+    usual = _DEFAULTS[mode]
+    size, bits = (said.get(key, each) for key, each in zip(("group_size", "bits"), usual, strict=True))
+    if said is quantization and not {"group_size", "bits"} & said.keys():
+        library = "transformers" if biases == METAL_BIASES else "MLX"
+        raise CheckpointError(
+            f"{config_path} has no quantization_config of {library}, and the tensors don't tell how many bits {name} "
+            f"has, and in which groups: put the quantization there that {library} wrote"
+        )
+    is_known = size == usual[0] and bits == usual[1] if mode != _AFFINE else type(bits) is int and bits in _BITS
+    if not is_known or type(size) is not int or size < 1:
+        raise unsupported(f"{config_path}: {name} has {bits!r} bits in groups of {size!r} values in mode {mode}")
+    return mode, size, bits
 
 
 def _note(contents: Contents, layer: _Layer) -> None:
