@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.signs import note_scaled
-from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
+from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, split_name
 from qgemm.checkpoint.words import by_rows, unpack_nibbles
 from qgemm.numerics.formats import FP8
 from qgemm.numerics.integers import cdiv
@@ -130,13 +129,11 @@ def check_scale(
 ) -> StoredTensor:
     """The scale ``name``; raises ``CheckpointError`` if it is missing, or has another dtype or shape."""
     scale = contents.stored.get(name)
-    if scale is None:
-        layer, leaf = split_name(name)
-        raise CheckpointError(f"{contents.path_of(layer)}: layer {layer} has no {leaf}")
-    if scale.dtype not in dtypes or scale.shape not in shapes:
+    if scale is None or scale.dtype not in dtypes or scale.shape not in shapes:
         allowed = " or ".join(str(list(shape)) for shape in sorted(shapes))
-        kind = "of a float dtype" if dtypes[:4] == FLOAT_DTYPES else " or ".join(map(str, dtypes))
-        raise unfit(scale.path, name, scale, f"{kind} and {allowed}")
+        kind = "of a float dtype" if dtypes[:3] == BIAS_DTYPES else " or ".join(map(str, dtypes))
+        path = contents.path_of(split_name(name)[0]) if scale is None else scale.path
+        raise unfit(path, name, scale, f"{kind}, {allowed}")
     return scale
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.float_layers import check_scale
 from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
@@ -81,9 +82,7 @@ def _note(contents: Contents, layer: str, said: dict[str, list[int]]) -> None:
     if weight.dtype != dtype or weight.shape != (rows, size):
         raise unfit(path, names[0], weight, f"{dtype} {[rows, size]}, not viewed as floats")
     for name in names[1:]:
-        tensor = contents.stored.get(name)
-        if tensor is None or tensor.dtype not in BIAS_DTYPES or tensor.shape != (groups, 1):
-            raise unfit(path, name, tensor, f"of a float dtype, {[groups, 1]}")
+        check_scale(contents, name, BIAS_DTYPES, {(groups, 1)})
     groups_or_row = None if size == K else size
     scheme = scheme_in_file(path, layer, 4 if bits <= 4 else 8, groups_or_row, symmetric=False, float_zeros=True)
     shape, stored = (N, K // size), stored_weight(N, K, scheme.weight.format)

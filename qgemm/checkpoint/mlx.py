@@ -30,6 +30,7 @@ from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents, Made
 from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.float_layers import check_scale
 from qgemm.checkpoint.layout import read_json, settings_of_mlx
 from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
@@ -129,16 +130,14 @@ def _read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_
     for name, tensor in stored.items():
         layer, leaf = split_name(name)
         if leaf == "weight" and tensor.dtype == WORD:
-            _note(contents, _layer(layer, biases, quantization, stored, config_path))
+            _note(contents, _layer(layer, biases, quantization, contents, config_path))
     return contents
 
 
-def _layer(
-    name: str, biases: str, quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path
-) -> _Layer:
+def _layer(name: str, biases: str, quantization: dict[str, Any], contents: Contents, config_path: Path) -> _Layer:
     """What the config and the headers say about a layer."""
     mode, size, bits = _stated(name, biases, quantization, config_path)
-    weight = stored[f"{name}.weight"]
+    weight = contents.stored[f"{name}.weight"]
     *stack, N, words = weight.shape if len(weight.shape) in (2, 3) else (0, 0)
     K, rest = divmod(words * 32, bits)
     is_stack = split_name(split_name(name)[0])[1] in _STACKED
@@ -154,10 +153,7 @@ def _layer(
     shape = (*weight.shape[:-1], K // size)
     dtypes = BIAS_DTYPES if mode == _AFFINE else (torch.uint8,)
     for leaf in ("scales", biases) if mode == _AFFINE else ("scales",):
-        tensor = stored.get(f"{name}.{leaf}")
-        if tensor is None or tensor.dtype not in dtypes or tensor.shape != shape:
-            kind = "of a float dtype" if mode == _AFFINE else "torch.uint8"
-            raise unfit(weight.path, f"{name}.{leaf}", tensor, f"{kind}, {list(shape)}")
+        check_scale(contents, f"{name}.{leaf}", dtypes, {shape})
     return _Layer(name, biases, mode, bits, size, stack[0] if stack else 0, N, K)
 
 
@@ -200,11 +196,10 @@ def _note(contents: Contents, layer: _Layer) -> None:
         contents.manifest.layers[name] = scheme
         contents.shapes[name] = layer.N, layer.K
     contents.convert_together(sources, made, partial(_parts, layer))
-    if layer.experts and (bias := contents.stored.get(f"{layer.name}.bias")) is not None:
-        if bias.dtype not in BIAS_DTYPES or bias.shape != (layer.experts, layer.N):
-            raise unfit(bias.path, f"{layer.name}.bias", bias, f"of a float dtype, {[layer.experts, layer.N]}")
-        biases = {f"{name}.bias": (f"{layer.name}.bias", (layer.N,), bias.dtype) for name in layer.names}
-        contents.convert_together([f"{layer.name}.bias"], biases, lambda value: [row.clone() for row in value])
+    if layer.experts and (bias := f"{layer.name}.bias") in contents.stored:
+        dtype = check_scale(contents, bias, BIAS_DTYPES, {(layer.experts, layer.N)}).dtype
+        biases = {f"{name}.bias": (bias, (layer.N,), dtype) for name in layer.names}
+        contents.convert_together([bias], biases, lambda value: [row.clone() for row in value])
 
 
 def _parts(layer: _Layer, words: Tensor, scales: Tensor, biases: Tensor | None = None) -> Sequence[Tensor]:

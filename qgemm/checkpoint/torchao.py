@@ -22,6 +22,7 @@ from torch import Tensor
 from qgemm.checkpoint import torchao_int4
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.float_layers import check_scale
 from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_metadata, read_values, unfit
 from qgemm.checkpoint.signs import note_scaled
@@ -79,20 +80,18 @@ def _parse(metadata: dict[str, str], layer: str, path: Path) -> dict[str, Any]:
 
 
 def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool) -> None:
-    stored = contents.stored
     names = {leaf: f"{layer}._weight_{leaf}" for leaf in ("qdata", "scale")}
-    weight, scale = stored[names["qdata"]], stored.get(names["scale"])
+    weight = contents.stored[names["qdata"]]
     form, path = _FORMATS[about["_type"]], weight.path
     if weight.dtype != form.storage or len(weight.shape) != 2:
         raise unfit(path, names["qdata"], weight, f"{form.storage}, [N, K]")
     N, K = weight.shape
     bits, by_row = _bits(about, layer, path), _rounds_rows(contents, about, layer, path)
-    shapes = [(N, 1), (1, 1), (N,), (1,), ()]
+    shapes: set[tuple[int, ...]] = {(N, 1), (1, 1), (N,), (1,), ()}
     size = None
     if form is INT8 and not by_row and (size := _group_size(about, K)) is not None:
-        shapes = [(N, K // size)]
-    if scale is None or scale.dtype not in BIAS_DTYPES or scale.shape not in shapes:
-        raise unfit(path, names["scale"], scale, f"of a float dtype, {list(shapes[0])}")
+        shapes = {(N, K // size)}
+    scale = check_scale(contents, names["scale"], BIAS_DTYPES, shapes)
     if form is FP8:
         scheme = resolve_scheme("fp8" if by_row else "fp8-weight")
     else:
