@@ -18,7 +18,7 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.kinds import meta_linear
-from qgemm.nn.linear_layer import is_conv1d, linear_weight
+from qgemm.nn.linear_layer import is_float_linear, linear_weight
 from qgemm.scheme import QuantScheme
 
 
@@ -118,7 +118,7 @@ def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_p
 def _quantized_like(module: nn.Module, scheme: QuantScheme) -> QuantLayer:
     if isinstance(module, LinearLayer):
         K, N, has_bias = module.in_features, module.out_features, module.has_bias
-    elif isinstance(module, nn.Linear) or is_conv1d(module):
+    elif is_float_linear(module):
         (N, K), has_bias = linear_weight(module).shape, module.bias is not None
     elif isinstance(module, QuantExperts):
         if module.scheme != scheme:

@@ -30,7 +30,7 @@ from qgemm.checkpoint.packed_layers import integers_scheme, scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_module, split_name
 from qgemm.checkpoint.words import by_rows
-from qgemm.nn.linear_layer import is_conv1d, linear_weight
+from qgemm.nn.linear_layer import is_float_linear, linear_weight
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, packed_width, unpack_codes
@@ -133,7 +133,7 @@ def ungroup(contents: Contents, model: nn.Module, config_path: Path) -> None:
     """
     for layer in contents.grouped:
         module = find_module(model, layer)
-        if module is None or not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        if not is_float_linear(module):
             continue  # which is refused where all such layers are
         (G, size), (N, K) = contents.shapes[layer], linear_weight(module).shape
         if G * size != N * K or K % size:
