@@ -230,21 +230,26 @@ def _identify(checkpoint: Checkpoint) -> None:
         return
     checkpoint.format = method if isinstance(method, str) and method else UNKNOWN
     checkpoint.bits = _bits(quantization)
+    checkpoint.variant = _variant(method, quantization, checkpoint.bits)
+
+
+def _variant(method: object, quantization: dict[str, Any], bits: int | None) -> str:
     if method == "compressed-tensors":
-        checkpoint.variant = str(quantization.get("format") or "")
-    elif method == modelopt.QUANT_METHOD:
-        checkpoint.variant = str(quantization.get("quant_algo") or "")
-    elif method == quark.QUANT_METHOD:
-        checkpoint.variant = dtypes_in(quantization)
-    elif method == fp8.QUANT_METHOD:
-        checkpoint.variant = "blocks" if quantization.get("weight_block_size") else ""
-    elif method == "bitsandbytes":
+        return str(quantization.get("format") or "")
+    if method == modelopt.QUANT_METHOD:
+        return str(quantization.get("quant_algo") or "")
+    if method == quark.QUANT_METHOD:
+        return dtypes_in(quantization)
+    if method == fp8.QUANT_METHOD:
+        return "blocks" if quantization.get("weight_block_size") else ""
+    if method == "bitsandbytes":
         four_bits = str(quantization.get("bnb_4bit_quant_type") or "4 bits")
-        checkpoint.variant = "int8" if quantization.get("load_in_8bit") is True else four_bits
-    elif checkpoint.bits is not None:
-        group = quantization.get("group_size", quantization.get("q_group_size"))
-        groups = f", groups of {group}" if isinstance(group, int) and group > 0 else ""
-        checkpoint.variant = f"{checkpoint.bits} bits{groups}"
+        return "int8" if quantization.get("load_in_8bit") is True else four_bits
+    if bits is None:
+        return ""
+    group = quantization.get("group_size", quantization.get("q_group_size"))
+    groups = f", groups of {group}" if isinstance(group, int) and group > 0 else ""
+    return f"{bits} bits{groups}"
 
 
 def _bits(quantization: dict[str, Any]) -> int | None:

@@ -137,24 +137,31 @@ def _layers_of_gguf(checkpoint: Checkpoint, source: GgufModel) -> list[StoredLay
     modules: dict[str, dict[str, str]] = {}
     found = []
     for own, names in parts.items():
-        if own not in experts:
+        if own in experts:
+            found.append(_experts_of_gguf(own, experts[own], names, checkpoint, source))
+        else:
             module, leaf = split_name(own)
             first, *others = sorted(names, key=lambda name: not name.endswith(".weight"))  # factors may precede it
             modules.setdefault(module, {}).update({leaf: first} | {name: name for name in others})
-            continue
-        weights = [name for name in names if name.endswith(".weight")]
-        total, K = sum(math.prod(source.shape(name)) for name in weights), source.shape(weights[0])[-1]
-        whole = experts[own], total // max(experts[own] * K, 1), K
-        storage = ", ".join(dict.fromkeys(checkpoint.storage_of(name) for name in weights))
-        found.append(StoredLayer(own, "experts", storage, whole, {name: source.stored[name] for name in names}))
-    for module, own_names in modules.items():
-        name = max(own_names.values(), key=lambda name: math.prod(source.shape(name)))
-        shape, kind = source.shape(own_names.get("weight", name)), "other"
-        if "weight" in own_names and len(shape) == 2:
-            name, kind = own_names["weight"], "embedding" if _is_embedding(module) else "linear"
-        tensors = {leaf: source.stored[name] for leaf, name in own_names.items()}
-        found.append(StoredLayer(module, kind, checkpoint.storage_of(name), shape, tensors))
-    return found
+    return [*found, *(_module_of_gguf(module, names, checkpoint, source) for module, names in modules.items())]
+
+
+def _experts_of_gguf(own: str, count: int, names: list[str], checkpoint: Checkpoint, source: GgufModel) -> StoredLayer:
+    weights = [name for name in names if name.endswith(".weight")]
+    total, K = sum(math.prod(source.shape(name)) for name in weights), source.shape(weights[0])[-1]
+    whole = count, total // max(count * K, 1), K
+    storage = ", ".join(dict.fromkeys(checkpoint.storage_of(name) for name in weights))
+    return StoredLayer(own, "experts", storage, whole, {name: source.stored[name] for name in names})
+
+
+def _module_of_gguf(module: str, names: dict[str, str], checkpoint: Checkpoint, source: GgufModel) -> StoredLayer:
+    """``names``: those in the files, by the module's."""
+    main = max(names.values(), key=lambda name: math.prod(source.shape(name)))
+    shape, kind = source.shape(names.get("weight", main)), "other"
+    if "weight" in names and len(shape) == 2:
+        main, kind = names["weight"], "embedding" if _is_embedding(module) else "linear"
+    tensors = {leaf: source.stored[name] for leaf, name in names.items()}
+    return StoredLayer(module, kind, checkpoint.storage_of(main), shape, tensors)
 
 
 def _is_embedding(module: str) -> bool:

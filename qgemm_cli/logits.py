@@ -18,6 +18,7 @@ from qgemm_cli.checkpoint import FLOAT, Checkpoint
 from qgemm_cli.output import bars_on_a_terminal
 from qgemm_cli.tokenizer import load_tokenizer, read_text
 
+_CHARACTERS_A_TOKEN = 16
 _ROWS = 16  # of logits at a time, in float64: with a vocabulary of 150,000 they take 20 MB
 
 
@@ -68,9 +69,6 @@ def read_tokens(text: Path, folders: list[Path], most: int, gguf: GgufModel | No
     if tokens.numel() < 2:
         raise ValueError(f"{text} has {tokens.numel()} tokens; it must have at least 2")
     return tokens
-
-
-_CHARACTERS_A_TOKEN = 16
 
 
 @torch.inference_mode()

@@ -103,6 +103,14 @@ def little_to_collect() -> None:
 
 
 @pytest.fixture
+def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For benchmarks: a pass reads as few copies of a weight as it may."""
+    from qgemm_cli.timing import ROTATED_BYTES
+
+    monkeypatch.setitem(ROTATED_BYTES, "cpu", 1)
+
+
+@pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[Any]:
     """The CUDA graphs that a test captures; without a GPU, recordings in their place."""
     from tests.recording import record_graphs

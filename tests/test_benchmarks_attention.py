@@ -4,14 +4,11 @@ import pytest
 import torch
 
 from benchmarks import attention
-from qgemm_cli.timing import QUICK, ROTATED_BYTES
+from qgemm_cli.timing import QUICK
+
+pytestmark = pytest.mark.usefixtures("few_copies")
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _few_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROTATED_BYTES, "cpu", 1)
 
 
 @torch.no_grad()

@@ -8,15 +8,12 @@ import torch
 from benchmarks import fp8
 from benchmarks.fp8 import PRODUCTS, Result
 from benchmarks.shapes import WeightShape
-from qgemm_cli.timing import QUICK, ROTATED_BYTES
+from qgemm_cli.timing import QUICK
+
+pytestmark = pytest.mark.usefixtures("few_copies")
 
 CPU = torch.device("cpu")
 SHAPE = WeightShape("custom", 48, 256)
-
-
-@pytest.fixture(autouse=True)
-def _few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROTATED_BYTES, "cpu", 1)
 
 
 @torch.no_grad()

@@ -7,15 +7,12 @@ from benchmarks import weight_only
 from benchmarks.shapes import WeightShape
 from benchmarks.weight_only import Result
 from qgemm.nn import WeightOnlyLinear
-from qgemm_cli.timing import QUICK, ROTATED_BYTES
+from qgemm_cli.timing import QUICK
+
+pytestmark = pytest.mark.usefixtures("few_copies")
 
 CPU = torch.device("cpu")
 SHAPE = WeightShape("custom", 48, 256)
-
-
-@pytest.fixture(autouse=True)
-def _few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROTATED_BYTES, "cpu", 1)
 
 
 @torch.no_grad()

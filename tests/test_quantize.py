@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from model.stack import Stack, reasons_of
 from torch import Tensor, nn
 
 import qgemm.model.restore
@@ -17,36 +18,8 @@ from qgemm.numerics.formats import INT8
 from qgemm.quantize import quantize_model
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(32, 48)
-        self.down = nn.Linear(48, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-class Stack(nn.Module):
-    """Twelve blocks, so that layers.1 has layers.10 and layers.11 beside it."""
-
-    def __init__(self, depth: int = 12) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(depth))
-        self.out = nn.Linear(32, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
-
-
 def _kept(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-
-
-def _reasons(model: nn.Module) -> dict[str, str]:
-    return {record.name: record.reason for record in report(model).kept}
 
 
 def test_every_linear_is_swapped_in_place() -> None:
@@ -177,7 +150,7 @@ class Tied(nn.Module):
 
 def test_a_weight_shared_with_an_embedding_stays_float_and_shared() -> None:
     model = quantize_model(Tied())
-    assert _reasons(model) == {"unembedding": "it shares its weight with embedding"}
+    assert reasons_of(model) == {"unembedding": "it shares its weight with embedding"}
     assert model.unembedding.weight is model.embedding.weight
 
 
@@ -185,7 +158,7 @@ def test_two_layers_that_share_a_weight_count_its_bytes_once() -> None:
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False), nn.Linear(32, 8))
     model[1].weight = model[0].weight
     quantize_model(model)
-    assert _reasons(model) == {"0": "it shares its weight with 1", "1": "it shares its weight with 0"}
+    assert reasons_of(model) == {"0": "it shares its weight with 1", "1": "it shares its weight with 0"}
     assert [record.bytes_before for record in report(model).kept] == [4096, 0]
 
 
@@ -237,7 +210,7 @@ def _with_own_forward() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_layers_that_stay_float_for_what_they_are(layer: Any, reason: str) -> None:
     model = quantize_model(nn.ModuleList([layer(), nn.Linear(8, 8)]))
-    assert reason in _reasons(model)["0"]
+    assert reason in reasons_of(model)["0"]
     assert isinstance(model[1], QuantLinear)
 
 
@@ -290,7 +263,7 @@ def test_skip_of_a_wrong_type() -> None:
 
 
 def test_a_layer_that_stays_float_anyway_may_be_skipped() -> None:
-    assert _reasons(quantize_model(Tied(), skip="unembedding")) == {
+    assert reasons_of(quantize_model(Tied(), skip="unembedding")) == {
         "unembedding": "it shares its weight with embedding"
     }
 
@@ -408,7 +381,7 @@ def test_fused_experts_are_reported_and_warned_of() -> None:
     model.experts, model.out = Experts(), nn.Linear(32, 8)
     with pytest.warns(UserWarning, match=r"only 2% of the bytes .*: 98%: fused experts: .*That can't be quantized"):
         quantize_model(model)
-    assert set(_reasons(model)) == {"experts.gate_up_proj", "experts.down_proj"}
+    assert set(reasons_of(model)) == {"experts.gate_up_proj", "experts.down_proj"}
     assert report(model).coverage < 0.03
 
 

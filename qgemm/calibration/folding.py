@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from qgemm.calibration.hooks import hooked
 from qgemm.calibration.method import Block
 from qgemm.nn.float_experts import known_experts
-from qgemm.nn.linear_layer import is_conv1d, linear_weight
+from qgemm.nn.linear_layer import is_float_linear, linear_weight
 from qgemm.scheme import INT8_ROWS, TensorScheme
 
 # (layer, preceding layer): ends of names with the same beginning. Pairs that can't pass a scale on are listed too, so
@@ -394,7 +394,7 @@ def _linear_candidates(block: Block) -> Iterator[list[Fold]]:
             if beginning == name or (beginning and not beginning.endswith(".")) or source not in names:
                 continue
             module = block.model.get_submodule(source)
-            if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+            if not is_float_linear(module):
                 continue
             N, K = linear_weight(module).shape[0], linear_weight(work.module).shape[1]
             head_dim = head_dim_of(block.model, (source, name)) or K

@@ -92,7 +92,7 @@ def sensitivity(
     records = tuple(trial.record(outputs) for trial in trials if trial.was_reached)
     measured = {record.name: record.bytes_before for record in records}
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    whole = sum(tensor.nbytes for tensor in tensors.values())
     return Sensitivity(outputs.metric, outputs.tokens, whole - sum(measured.values()), records)
 
 

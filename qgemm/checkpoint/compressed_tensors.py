@@ -72,34 +72,28 @@ def _find_layers(stored: dict[str, StoredTensor]) -> list[Layer]:
 
 
 def _with_shapes(found: dict[str, dict[str, StoredTensor]]) -> list[Layer]:
-    wanted: dict[str, StoredTensor] = {}
-    for name, own in found.items():
-        if (shape := own.get("weight_shape")) is not None:
-            if shape.dtype not in (torch.int64, torch.int32) or shape.shape != (2,):
-                raise unfit(shape.path, f"{name}.weight_shape", shape, "int64, [2]")
-            wanted[f"{name}.weight_shape"] = shape
-        if (g_idx := own.get("weight_g_idx")) is not None:
-            if g_idx.dtype not in (torch.int64, torch.int32) or len(g_idx.shape) != 1:
-                raise unfit(g_idx.path, f"{name}.weight_g_idx", g_idx, "int32, [K]")
-            wanted[f"{name}.weight_g_idx"] = g_idx
+    """The layers, with the values of their ``weight_shape`` and ``weight_g_idx``."""
+    described = {"weight_shape": "int64, [2]", "weight_g_idx": "int32, [K]"}
+    wanted = {f"{name}.{leaf}": own[leaf] for name, own in found.items() for leaf in described if leaf in own}
+    for name, tensor in wanted.items():
+        leaf = split_name(name)[1]
+        fits = len(tensor.shape) == 1 and (leaf != "weight_shape" or tensor.shape == (2,))
+        if tensor.dtype not in (torch.int64, torch.int32) or not fits:
+            raise unfit(tensor.path, name, tensor, described[leaf])
     values = dict(read_values(wanted, torch.device("cpu")))
     layers = []
     for name, own in found.items():
-        shape_value = values.get(f"{name}.weight_shape")
-        shape_pair = None if shape_value is None else (int(shape_value[0]), int(shape_value[1]))
-        if shape_pair is not None and min(shape_pair) < 0:
-            raise CheckpointError(f"{own['weight_shape'].path}: {name}.weight_shape is {list(shape_pair)}")
-        of_columns = values.get(f"{name}.weight_g_idx")
-        if of_columns is not None and bool((of_columns == -1).all()):
-            of_columns = None
-        if of_columns is not None:
-            if shape_pair is None or of_columns.shape != shape_pair[1:] or "weight_packed" not in own:
-                raise CheckpointError(
-                    f"{own['weight_g_idx'].path}: {name}.weight_g_idx has {len(of_columns)} columns, which isn't the "
-                    "weight's K"
-                )
-            of_columns = of_columns.long()
-        layers.append(Layer(name, own, shape_pair, of_columns))
+        shape, g_idx = None, values.get(f"{name}.weight_g_idx")
+        if (sizes := values.get(f"{name}.weight_shape")) is not None:
+            shape = int(sizes[0]), int(sizes[1])
+            if min(shape) < 0:
+                raise CheckpointError(f"{own['weight_shape'].path}: {name}.weight_shape is {list(shape)}")
+        if g_idx is not None and bool((g_idx == -1).all()):
+            g_idx = None
+        if g_idx is not None and (shape is None or g_idx.shape != shape[1:] or "weight_packed" not in own):
+            path = own["weight_g_idx"].path
+            raise CheckpointError(f"{path}: {name}.weight_g_idx has {len(g_idx)} columns, which isn't the weight's K")
+        layers.append(Layer(name, own, shape, None if g_idx is None else g_idx.long()))
     return layers
 
 

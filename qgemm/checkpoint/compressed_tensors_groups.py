@@ -16,6 +16,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.numerics.blocks import BLOCK
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 QUANT_METHOD = "compressed-tensors"
@@ -27,7 +29,6 @@ NVFP4 = "nvfp4-pack-quantized"
 MXFP4 = "mxfp4-pack-quantized"
 MXFP8 = "mxfp8-quantized"
 
-BLOCK = (128, 128)
 # Schemes whose inputs have a zero point: weights, and the inputs' format, strategy and whether they are dynamic.
 _ASYMMETRIC = ("int8-weight", "int8", "tensor", False)
 SUPPORTED = (
@@ -185,20 +186,19 @@ def _weights_name(weights: Arguments, stored_as: object) -> str:
     if weights.format == "fp8" and stored_as != MXFP8:
         if weights.strategy in ("channel", "tensor"):
             return "fp8-weight"
-        if weights.strategy == "block" and weights.block == BLOCK:
+        if weights.strategy == "block" and weights.block == (BLOCK, BLOCK):
             return "fp8-block"
     raise Unsupported(f"has {weights.format} weights scaled per {_grain(weights)}, stored as {stored_as!r}")
 
 
 def _integers_name(weights: Arguments) -> str:
-    parts = ["int4"] if weights.bits == 4 else ["int8", "weight"]
-    if weights.strategy == "group":
-        parts += [] if weights.bits == 4 and weights.group_size == 128 else [str(weights.group_size)]
-    elif weights.strategy in ("channel", "tensor"):
-        parts += ["channel"] if weights.bits == 4 else []
-    else:
+    if weights.strategy not in ("group", "channel", "tensor"):
         raise Unsupported(f"has weights scaled per {_grain(weights)}")
-    return "-".join([*parts, *([] if weights.symmetric else ["asymmetric"])])
+    size = weights.group_size or 0 if weights.strategy == "group" else None
+    try:
+        return integers_scheme(weights.bits, size, weights.symmetric).name
+    except ValueError as error:
+        raise Unsupported(f"has {weights.format} weights that qgemm has no scheme for ({error})") from None
 
 
 def _grain(arguments: Arguments) -> str:
@@ -232,7 +232,7 @@ def _with_inputs(base: str, weights: Arguments, inputs: Arguments) -> tuple[str,
             return "fp8", a_row_each
         case ("fp8", "tensor", False) if base == "fp8-weight":
             return "fp8-static", ""
-        case ("fp8", "group", True) if base == "fp8-block" and inputs.group_size == BLOCK[1]:
+        case ("fp8", "group", True) if base == "fp8-block" and inputs.group_size == BLOCK:
             return "fp8-block", ""
         case ("fp8", "token" | "group", True) | ("fp4", "group", True) | ("fp4", "tensor_group", "local") if (
             not per_row or weights.bits == 4

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qgemm.checkpoint.compressed_tensors_groups import BLOCK, MXFP4, MXFP8, NVFP4, PACKED, Group
-from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.compressed_tensors_groups import MXFP4, MXFP8, NVFP4, PACKED, Group
+from qgemm.checkpoint.contents import Contents, Made
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.float_layers import (
     for_each,
@@ -33,8 +33,10 @@ from qgemm.checkpoint.float_layers import (
 from qgemm.checkpoint.integer_layers import note_int8, note_shifted
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.checkpoint.words import by_rows, select_columns, unpack_words
-from qgemm.numerics.formats import FP8, INT8
+from qgemm.checkpoint.words import by_rows, pack_int4, select_columns, unpack_words
+from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.formats import FP8, INT4, INT8
+from qgemm.numerics.groups import stored_weight
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, packed_width
 
@@ -105,17 +107,23 @@ def problem_with(layer: Layer, group: Group) -> str:
         size = group.weights.group_size or max(K, 1)
         if not torch.equal(layer.g_idx.sort().values, torch.arange(K, device="cpu") // size):
             return f"{layer.name}.weight_g_idx doesn't put {size} of {K} columns into each of the groups"
-    if not group.weights.symmetric:
-        groups = _groups_of(layer)
-        packed, plain = (cdiv(N * group.weights.bits, 32), groups), (N, groups)
-        one_each: set[tuple[int, ...]] = {(N,), (1,), ()} if groups == 1 else set()
-        shapes: dict[torch.dtype | None, set[tuple[int, ...]]] = {
-            torch.int32: {packed},
-            INT8.storage: {plain, *one_each},
-        }
-        zero_point = layer.tensors.get("weight_zero_point")
-        if zero_point is None or zero_point.shape not in shapes.get(zero_point.dtype, set()):
-            return _unfit(layer, "weight_zero_point", f"int32 {list(packed)} or int8 {list(plain)}")
+    return _problem_with_zero_point(layer, group, N) or _problem_with_inputs(layer, group)
+
+
+def _problem_with_zero_point(layer: Layer, group: Group, N: int) -> str:
+    if group.weights.symmetric:
+        return ""
+    groups = _groups_of(layer)
+    packed, plain = (cdiv(N * group.weights.bits, 32), groups), (N, groups)
+    one_each: set[tuple[int, ...]] = {(N,), (1,), ()} if groups == 1 else set()
+    shapes: dict[torch.dtype | None, set[tuple[int, ...]]] = {torch.int32: {packed}, INT8.storage: {plain, *one_each}}
+    zero_point = layer.tensors.get("weight_zero_point")
+    if zero_point is None or zero_point.shape not in shapes.get(zero_point.dtype, set()):
+        return _unfit(layer, "weight_zero_point", f"int32 {list(packed)} or int8 {list(plain)}")
+    return ""
+
+
+def _problem_with_inputs(layer: Layer, group: Group) -> str:
     if group.is_static and "input_scale" not in layer.tensors:
         return f"activations are static, but layer {layer.name} has no input_scale"
     if not group.is_static and "input_scale" in layer.tensors:
@@ -142,7 +150,7 @@ def _problem_with_scale(layer: Layer, group: Group, N: int, K: int) -> str:
         "channel": {(N, 1), (N,)},
         "group": {of_groups},
         "tensor_group": {of_groups},
-        "block": {(cdiv(N, BLOCK[0]), cdiv(K, BLOCK[1]))},
+        "block": {(cdiv(N, BLOCK), cdiv(K, BLOCK))},
     }
     shapes = by_strategy[group.weights.strategy]
     dtypes = {NVFP4: (FP8.storage,), MXFP4: (torch.uint8,), MXFP8: (torch.uint8,)}.get(group.stored_as, FLOAT_DTYPES)
@@ -219,8 +227,7 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
     assert layer.shape is not None
     (N, K), bits, name = layer.shape, group.weights.bits, layer.name
     contents.shapes[name] = (N, K)
-    shape: tuple[int, ...] = (N, packed_width(K) if bits == 4 else K)
-    dtype = torch.uint8 if bits == 4 else INT8.storage
+    shape, dtype = stored_weight(N, K, INT4 if bits == 4 else INT8)
 
     def make(words: Tensor, *g_idx: Tensor) -> tuple[Tensor, ...]:
         order = torch.argsort(g_idx[0], stable=True) if g_idx else None
@@ -235,7 +242,7 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
         return (weight,) if order is None else (weight, order.to(torch.int32))
 
     sources = [f"{name}.weight_packed"]
-    made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {f"{name}.weight": (sources[0], shape, dtype)}
+    made: dict[str, Made] = {f"{name}.weight": (sources[0], shape, dtype)}
     if layer.is_ordered:
         sources.append(f"{name}.weight_g_idx")
         made[f"{name}.input_order"] = (sources[1], (K,), torch.int32)
@@ -253,14 +260,7 @@ def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
         return
     note_float_scale(contents, name, N)
     if group.weights.bits == 4:
-
-        def to_codes(values: Tensor) -> Tensor:
-            low, high = (0, 0) if values.numel() == 0 else (int(values.min()), int(values.max()))
-            if low < -8 or high > 7:
-                raise ValueError(f"its values go from {low} to {high}; those of 4 bits are from -8 to 7")
-            return pack_codes((values & 15).view(torch.uint8))
-
-        contents.convert(f"{name}.weight", f"{name}.weight", (N, packed_width(K)), to_codes, torch.uint8)
+        contents.convert(f"{name}.weight", f"{name}.weight", (N, packed_width(K)), pack_int4, torch.uint8)
         contents.shapes[name] = (N, K)
     if not group.weights.symmetric:
         _note_zero_point(contents, layer, group.weights.bits, N)

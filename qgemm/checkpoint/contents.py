@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from qgemm.checkpoint.errors import CheckpointError, raised
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import OpenFiles, StoredTensor, read_values
 from qgemm.nn import QuantLayer
+
+Made = tuple[str, tuple[int, ...], torch.dtype | None]
+"""A tensor that is made for the model: the source that errors about its values name, its shape, its dtype."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Contents:
         name_in_file: str,
         shape: tuple[int, ...],
         convert: Callable[[Tensor], Tensor],
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
     ) -> None:
         """Notes that the tensor ``name_in_file`` becomes the tensor ``name`` of ``shape`` and ``dtype``.
 
@@ -118,21 +122,19 @@ class Contents:
     def convert_together(
         self,
         sources: Sequence[str],
-        made: Mapping[str, tuple[str, tuple[int, ...], torch.dtype]],
+        made: Mapping[str, Made],
         convert: Callable[..., Sequence[Tensor]],
     ) -> None:
         """Notes that tensors of the files become others together, as soon as all of them have been read.
 
         ``sources``: their names in the files; none may be part of another conversion. ``convert`` gets their values in
-        this order, on any device, and returns those of ``made``, which maps each new tensor's name in the model to the
-        source that errors about its values name, its shape and its dtype. Raises ``CheckpointError`` if the files
-        already contain a tensor with such a name, or others that become it.
+        this order, on any device, and returns those of ``made``, which has each new tensor by its name in the model.
+        Raises ``CheckpointError`` if the files already contain a tensor with such a name, or others that become it.
         """
         for name, (source, _, _) in made.items():
             others = self._made[name][0].sources if name in self._made else (name,)
-            if (
-                other := next((each for each in others if each not in sources and each in self.stored), None)
-            ) is not None:
+            other = next((each for each in others if each not in sources and each in self.stored), None)
+            if other is not None:
                 own = next((each for each in (source, *sources) if each not in others), source)
                 raise CheckpointError(
                     f"{self.stored[other].path} holds both {own} and {other}; only one of them can be the model's"
@@ -147,7 +149,7 @@ class Contents:
 
     def convert_further(
         self,
-        made: Mapping[str, tuple[str, tuple[int, ...], torch.dtype]],
+        made: Mapping[str, Made],
         of: Sequence[str],
         convert: Callable[[dict[str, Tensor]], Sequence[Tensor]],
     ) -> None:
@@ -242,6 +244,10 @@ class Contents:
         """The conversion of a tensor in the files."""
         known = self.conversions.get(name_in_file)
         return known or Conversion((name_in_file,), [Target(name_in_file, name_in_file)], lambda value: (value,))
+
+    def path_of(self, layer: str) -> Path:
+        """A file that holds a tensor of ``layer``."""
+        return next(tensor.path for name, tensor in self.stored.items() if name.startswith(f"{layer}."))
 
     def note(self, text: str) -> None:
         """Adds ``text`` to ``notes``, once."""

@@ -52,7 +52,6 @@ def _note(contents: Contents, layer: str) -> None:
     if N % 2 or K % _TILE:
         raise unfit(weight.path, name, weight, f"of a multiple of {_TILE} rows and of 2 columns, [K, N]")
     dtype = check_scale(contents, scales, BIAS_DTYPES, {(N,)}).dtype
-    assert dtype is not None
     contents.convert(f"{layer}.weight", name, (N, K), partial(_values, N=N, K=K), INT8.storage)
     contents.convert(f"{layer}.weight_scale", scales, (N, 1), lambda value: value[:, None].clone(), dtype)
     contents.manifest.layers[layer] = resolve_scheme("int8-weight")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NoReturn
 
 
@@ -33,11 +32,6 @@ def unsupported(what: str) -> CheckpointError:
     ``what``: the kind, and what qgemm computes. The error adds the way out.
     """
     return CheckpointError(f"{what}, so dequantize it with its own library and quantize the float model")
-
-
-def unsupported_groups(path: Path, layer: str, size: int | None) -> CheckpointError:
-    """The error for a layer in groups of ``size`` columns, in the file or by the config ``path``."""
-    return unsupported(f"{path}: {layer} has groups of {size} columns; qgemm computes groups of any multiple of 16")
 
 
 def said_by(error: Exception) -> str:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.signs import note_scaled
-from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, split_name
 from qgemm.checkpoint.words import by_rows, unpack_nibbles
 from qgemm.numerics.formats import FP8
 from qgemm.numerics.integers import cdiv
@@ -51,7 +50,6 @@ def note_float_scale(contents: Contents, layer: str, N: int, leaf: str = "weight
     name, made = f"{layer}.{leaf}", f"{layer}.weight_scale"
     scale = contents.stored[name]
     dtype = scale.dtype if scale.dtype in FLOAT_DTYPES[:3] else torch.float32
-    assert dtype is not None
     if len(scale.shape) != 2 or scale.shape[0] != N:
         contents.convert(made, name, (N, 1), lambda value: for_each(value.to(dtype), N)[:, None], dtype)
     elif scale.dtype != dtype or name != made:
@@ -122,8 +120,7 @@ def matrix(contents: Contents, layer: str, leaf: str, dtype: torch.dtype) -> Sto
     """The tensor ``leaf`` of a layer, ``[N, K]`` of ``dtype``; raises ``CheckpointError`` for anything else."""
     tensor = contents.stored.get(f"{layer}.{leaf}")
     if tensor is None or tensor.dtype != dtype or len(tensor.shape) != 2:
-        path = next(each.path for name, each in contents.stored.items() if name.startswith(f"{layer}."))
-        raise unfit(path, f"{layer}.{leaf}", tensor, f"{dtype}, [N, K]")
+        raise unfit(contents.path_of(layer), f"{layer}.{leaf}", tensor, f"{dtype}, [N, K]")
     return tensor
 
 
@@ -132,14 +129,11 @@ def check_scale(
 ) -> StoredTensor:
     """The scale ``name``; raises ``CheckpointError`` if it is missing, or has another dtype or shape."""
     scale = contents.stored.get(name)
-    if scale is None:
-        layer = name.rpartition(".")[0]
-        path = next(each.path for other, each in contents.stored.items() if other.startswith(f"{layer}."))
-        raise CheckpointError(f"{path}: layer {layer} has no {name.rpartition('.')[2]}")
-    if scale.dtype not in dtypes or scale.shape not in shapes:
+    if scale is None or scale.dtype not in dtypes or scale.shape not in shapes:
         allowed = " or ".join(str(list(shape)) for shape in sorted(shapes))
-        kind = "of a float dtype" if dtypes[:4] == FLOAT_DTYPES else " or ".join(map(str, dtypes))
-        raise unfit(scale.path, name, scale, f"{kind} and {allowed}")
+        kind = "of a float dtype" if dtypes[:3] == BIAS_DTYPES else " or ".join(map(str, dtypes))
+        path = contents.path_of(split_name(name)[0]) if scale is None else scale.path
+        raise unfit(path, name, scale, f"{kind}, {allowed}")
     return scale
 
 

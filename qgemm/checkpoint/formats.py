@@ -50,7 +50,7 @@ from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
 from qgemm.model.selection import listed
 from qgemm.model.swap_rules import find_rule, modules_around
 from qgemm.nn.float_experts import known_experts
-from qgemm.nn.linear_layer import is_conv1d, linear_weight
+from qgemm.nn.linear_layer import is_conv1d, is_float_linear, linear_weight
 from qgemm.scheme import QuantScheme
 
 _READERS = {
@@ -302,7 +302,7 @@ def _check_shapes(contents: Contents, model: nn.Module, config_path: Path) -> No
     """Raises ``CheckpointError`` for a packed layer of another shape than the model's; parameters don't show it."""
     for layer, shape in contents.shapes.items():
         module = find_module(model, layer)
-        if module is not None and (isinstance(module, nn.Linear) or is_conv1d(module)):
+        if is_float_linear(module):
             wanted = tuple(linear_weight(module).shape)
             if shape != wanted:
                 raise CheckpointError(

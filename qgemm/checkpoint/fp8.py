@@ -29,6 +29,7 @@ from qgemm.checkpoint.float_layers import SCALE_DTYPES, check_scale, note_fp8, n
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.signs import note_scaled
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
+from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8
 from qgemm.numerics.integers import cdiv
 from qgemm.scheme import resolve_scheme
@@ -37,7 +38,6 @@ QUANT_METHOD = "fp8"
 FBGEMM = "fbgemm_fp8"
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
 _INPUT_SCALES = ("activation_scale", "input_scale")
-_BLOCK = resolve_scheme("fp8-block").weight.block
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
@@ -48,7 +48,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     if quantization.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise unsupported(f"{config_path}: fmt is {quantization['fmt']!r}; qgemm reads fp8 in e4m3")
     block, scheme = quantization.get("weight_block_size"), quantization.get("activation_scheme", "dynamic")
-    if block is not None and (not isinstance(block, list) or tuple(block) != _BLOCK):
+    if block is not None and block != [BLOCK, BLOCK]:
         raise unsupported(f"{config_path}: weight_block_size is {block!r}; qgemm computes blocks of 128 x 128")
     leaves_float = scheme is None and block is None  # as Quark writes weights alone
     if scheme not in ("dynamic", "static") and not leaves_float:
@@ -97,12 +97,11 @@ def _find_experts(contents: Contents) -> list[tuple[str, str]]:
 
 def _note_experts_in_blocks(contents: Contents, experts: str, leaf: str) -> None:
     """``[E, N, K]`` with a scale for each block of a matrix, as in qgemm."""
-    E, N, K = contents.stored[f"{experts}.{leaf}"].shape
-    assert _BLOCK is not None
-    name, grid = f"{experts}.{leaf}_scale_inv", (E, cdiv(N, _BLOCK[0]), cdiv(K, _BLOCK[1]))
-    check_scale(contents, name, SCALE_DTYPES, {grid})
     weight = f"{experts}.{leaf}"
-    note_scaled(contents, (weight, name), (weight, f"{weight}_scale"), ((E, N, K), grid), block=_BLOCK)
+    E, N, K = contents.stored[weight].shape
+    scale, grid = f"{weight}_scale_inv", (E, cdiv(N, BLOCK), cdiv(K, BLOCK))
+    check_scale(contents, scale, SCALE_DTYPES, {grid})
+    note_scaled(contents, (weight, scale), (weight, f"{weight}_scale"), ((E, N, K), grid), block=(BLOCK, BLOCK))
     contents.manifest.layers[experts] = resolve_scheme("fp8-block")
 
 

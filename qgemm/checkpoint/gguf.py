@@ -40,7 +40,7 @@ from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, checkpoint_file
 from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.checkpoint.safetensors_file import DTYPES_BY_CODE, StoredTensor, read_values
 from qgemm.checkpoint.tensors import find_module, get_tensor, split_name
-from qgemm.nn.linear_layer import is_conv1d
+from qgemm.nn.linear_layer import is_float_linear
 from qgemm.scheme import QuantScheme
 
 FORMAT = "gguf"
@@ -289,10 +289,9 @@ def _row_order(source: GgufModel, names: ModelNames, name: str, target: str, mod
     """The order of the rows of a weight that stays packed; None for any other tensor."""
     layer, leaf = split_name(target)
     module, shape = find_module(model, layer), source.shape(name)
-    is_linear = isinstance(module, nn.Linear) or (module is not None and is_conv1d(module))
     if not source.types[name].is_quantized or leaf != "weight" or len(shape) != 2:
         return None
-    if not is_linear and EXPERT.fullmatch(name) is None:
+    if not is_float_linear(module) and EXPERT.fullmatch(name) is None:
         return None
     columns = names.column_order(name, *shape)
     is_divided = columns is not None and source.types[name].group_order(columns) is None

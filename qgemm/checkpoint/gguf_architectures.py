@@ -84,7 +84,7 @@ def own_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
     """
     name = settings["general.architecture"]
     about = ARCHITECTURES[name]
-    own = {key.removeprefix(f"{name}."): value for key, value in settings.items()}
+    own = own_settings(settings, name)
     for key in _OTHERS:
         if own.get(key, key in own) not in (0, False):
             raise unsupported(f"{path} states {key}, which qgemm doesn't read for {name}")
@@ -108,13 +108,27 @@ def own_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
     return config | of_all(settings, name, names)
 
 
+def own_settings(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """``settings``, those of the architecture ``name`` without its name."""
+    return {key.removeprefix(f"{name}."): value for key, value in settings.items()}
+
+
+def tokens_and_head(settings: dict[str, Any], names: Container[str]) -> dict[str, Any]:
+    """What ``settings`` of any model say about tokens, and the names of its tensors about the head."""
+    tokens = {called: settings.get(f"tokenizer.ggml.{key}") for key, called in _TOKENS.items()}
+    return {**tokens, "tie_word_embeddings": "output.weight" not in names}
+
+
 def of_all(settings: dict[str, Any], name: str, names: Container[str]) -> dict[str, Any]:
-    """What ``settings`` of any model of the architecture ``name`` say about tokens, the head and rotary frequencies."""
-    return {
-        **{called: settings.get(f"tokenizer.ggml.{key}") for key, called in _TOKENS.items()},
-        **{"tie_word_embeddings": "output.weight" not in names},
-        **{"rope_theta": settings.get(f"{name}.rope.freq_base", BASE)},
-    }
+    """``tokens_and_head`` of a model of the architecture ``name``, and the base of its rotary frequencies."""
+    return tokens_and_head(settings, names) | {"rope_theta": settings.get(f"{name}.rope.freq_base", BASE)}
+
+
+def rotated_part(path: Path, rotated: Any, head: Any) -> float:
+    """Which part of a head's values is rotated. Raises ``CheckpointError`` for numbers that can't be."""
+    if type(head) is not int or type(rotated) is not int or not 0 < rotated <= head:
+        raise unsupported(f"{path}: heads have {head} values, of which {rotated} are rotated")
+    return rotated / head
 
 
 def stated_numbers(path: Path, own: dict[str, Any], wanted: dict[str, str], name: str) -> dict[str, Any]:

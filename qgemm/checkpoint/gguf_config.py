@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError, said_by, unsupported
-from qgemm.checkpoint.gguf_architectures import ARCHITECTURES, BASE, own_config, scaling_of_mistral3
+from qgemm.checkpoint.gguf_architectures import ARCHITECTURES, BASE, own_config, own_settings, scaling_of_mistral3
 from qgemm.checkpoint.gguf_deepseek import DEEPSEEK2, GLM4MOE, deepseek_config, glm_config, scaling_of_deepseek
 from qgemm.checkpoint.gguf_gemma4 import GEMMA4, gemma4_config
 from qgemm.checkpoint.gguf_qwen import MIXTURES, QWEN3NEXT, QWENS, qwen_config, scaling_of_qwen
@@ -67,7 +67,7 @@ _UNREAD: dict[str, dict[str, str]] = {
 _PARTLY_ROTATED = ("nemotron", "phi3", "stablelm")
 _READS_ROTATED = (DEEPSEEK2, GLM4MOE, *QWENS, "llama", "minimax-m2")
 # Where transformers' own base of rotary frequencies is another one.
-_WITH_OTHERBASES = ("gemma3", "gpt-oss", "lfm2", "minimax-m2", _MIXTRAL)
+_WITH_OTHER_BASES = ("gemma3", "gpt-oss", "lfm2", "minimax-m2", _MIXTRAL)
 # Where some layers attend to a window: each of these has none.
 _WITHOUT_WINDOW = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
 _SIGMOID = 2
@@ -126,9 +126,36 @@ def model_config(
         raise CheckpointError(f"{path} doesn't say of which architecture its model is")
     if architecture in _MISREAD:
         raise unsupported(f"{path}: transformers doesn't read {architecture} as llama.cpp writes it")
+    config = _read_config(path, architecture, settings, header, names)
+    own = own_settings(settings, architecture)
+    kind = _MIXTRAL if architecture == "llama" and own.get("expert_count", 0) else architecture
+    if architecture == "llama":  # where transformers says mistral, it has no names
+        config["model_type"] = kind
+    if "architectures" not in config:
+        config["architectures"] = _classes_of(config)
+    _check_is_computed(path, own, architecture)
+    for setting, name in _UNREAD.get(kind, {}).items():
+        if own.get(setting) is not None:
+            config[name] = own[setting]
+    if architecture == "phi3":  # 0 stands for none, and a window of 0 tokens would be one
+        config["sliding_window"] = config.get("sliding_window") or None
+    if kind in _WITH_OTHER_BASES:
+        config.setdefault("rope_theta", BASE)
+    _add_of_heads(path, config, own, architecture)
+    if config.get("is_gated_act"):  # T5's, all of whose files have gates; transformers would take relu for gelu
+        config["feed_forward_proj"] = "gated-gelu"
+    config["dtype"] = dtype
+    if (scaling := _own_scaling(path, config, own, architecture)) is not None:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _read_config(
+    path: Path, architecture: str, settings: dict[str, Any], header: bytes, names: Container[str]
+) -> dict[str, Any]:
+    """The config that transformers, or this package for an ``architecture`` of ``OWN_CONFIGS``, makes of settings."""
     try:
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-        from transformers.models.auto import modeling_auto
         from transformers.utils.import_utils import is_gguf_available
     except ImportError as error:
         raise ImportError(f'{path} is read with transformers: pip install "transformers>=5.17" "gguf>=0.10"') from error
@@ -136,49 +163,40 @@ def model_config(
         raise ImportError(f'{path} is read with the package gguf: pip install "gguf>=0.10"')
     try:
         if architecture in OWN_CONFIGS:
-            config: dict[str, Any] = OWN_CONFIGS[architecture](path, settings, names)
-        else:
-            with TemporaryDirectory() as folder:
-                (small := Path(folder) / path.name).write_bytes(header)
-                config = load_gguf_checkpoint(str(small))["config"]
+            return OWN_CONFIGS[architecture](path, settings, names)
+        with TemporaryDirectory() as folder:
+            (small := Path(folder) / path.name).write_bytes(header)
+            config: dict[str, Any] = load_gguf_checkpoint(str(small))["config"]
+            return config
     except CheckpointError:
         raise
     except Exception as error:  # transformers' code may raise anything for unexpected settings
         raise unsupported(f"{path}: transformers can't read the settings of its model: {said_by(error)}") from error
-    is_mixtral = architecture == "llama" and bool(settings.get("llama.expert_count", 0))
-    if architecture == "llama":  # where transformers says mistral, it has no names
-        config["model_type"] = _MIXTRAL if is_mixtral else "llama"
-    if "architectures" not in config:
-        classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | (
-            modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        )
-        found = classes.get(str(config.get("model_type")))
-        config["architectures"] = [] if found is None else [found]
-    own = {name.removeprefix(f"{architecture}."): value for name, value in settings.items()}
-    _check_is_computed(path, own, architecture)
-    for setting, name in _UNREAD.get(_MIXTRAL if is_mixtral else architecture, {}).items():
-        if own.get(setting) is not None:
-            config[name] = own[setting]
-    if architecture == "phi3":  # 0 stands for none, and a window of 0 tokens would be one
-        config["sliding_window"] = config.get("sliding_window") or None
-    if (_MIXTRAL if is_mixtral else architecture) in _WITH_OTHERBASES:
-        config.setdefault("rope_theta", BASE)
-    _add_of_heads(path, config, own, architecture)
-    if config.get("is_gated_act"):  # T5's, all of whose files have gates; transformers would take relu for gelu
-        config["feed_forward_proj"] = "gated-gelu"
-    config["dtype"] = dtype
+
+
+def _classes_of(config: dict[str, Any]) -> list[str]:
+    """transformers' class for models of this type that make texts, if there is one."""
+    from transformers.models.auto import modeling_auto
+
+    classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    found = classes.get(str(config.get("model_type")))
+    return [] if found is None else [found]
+
+
+def _own_scaling(path: Path, config: dict[str, Any], own: dict[str, Any], architecture: str) -> dict[str, Any] | None:
+    """How positions are scaled, with what only this ``architecture`` has; Mistral 3's may be put into ``config``."""
     scaling = _scaling(path, own, architecture)
     if architecture == "gpt-oss":  # without any, its config would have the one that was published
-        scaling = {"rope_type": "default"} if scaling is None else scaling | _GPT_OSS
+        return {"rope_type": "default"} if scaling is None else scaling | _GPT_OSS
     if architecture == "mistral3":
-        scaling = scaling_of_mistral3(path, config, own, scaling)
+        return scaling_of_mistral3(path, config, own, scaling)
     if architecture == DEEPSEEK2:
-        scaling = scaling_of_deepseek(path, own, scaling)
+        return scaling_of_deepseek(path, own, scaling)
     if architecture in QWENS and architecture != QWEN3NEXT:
-        scaling = scaling_of_qwen(path, own, scaling)
-    if scaling is not None:
-        config["rope_scaling"] = scaling
-    return config
+        return scaling_of_qwen(path, own, scaling)
+    return scaling
 
 
 def _check_is_computed(path: Path, own: dict[str, Any], architecture: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.gguf_architectures import USUAL, count_layers, of_all, stated_numbers
+from qgemm.checkpoint.gguf_architectures import USUAL, count_layers, of_all, own_settings, rotated_part, stated_numbers
 
 DEEPSEEK2, GLM4MOE = "deepseek2", "glm4moe"
 _V2, _V3 = "deepseek_v2", "deepseek_v3"
@@ -47,7 +47,7 @@ def deepseek_config(path: Path, settings: dict[str, Any], names: Container[str])
 
     Raises ``CheckpointError`` for settings that are missing, or that transformers' model can't have.
     """
-    own = {key.removeprefix(f"{DEEPSEEK2}."): value for key, value in settings.items()}
+    own = own_settings(settings, DEEPSEEK2)
     config = stated_numbers(path, own, _NUMBERS, DEEPSEEK2)
     config |= routed_experts(path, own, DEEPSEEK2)
     if own.get(_TEMPERATURE):
@@ -82,7 +82,7 @@ def deepseek_config(path: Path, settings: dict[str, Any], names: Container[str])
 
 def glm_config(path: Path, settings: dict[str, Any], names: Container[str]) -> dict[str, Any]:
     """As ``deepseek_config``, of GLM 4.5 and others."""
-    own = {key.removeprefix(f"{GLM4MOE}."): value for key, value in settings.items()}
+    own = own_settings(settings, GLM4MOE)
     config = {"model_type": "glm4_moe", **stated_numbers(path, own, USUAL, GLM4MOE)}
     config |= routed_experts(path, own, GLM4MOE)
     if own.get(_SECTIONS, _SECTIONS in own) not in (0, False):
@@ -91,9 +91,7 @@ def glm_config(path: Path, settings: dict[str, Any], names: Container[str]) -> d
         raise unsupported(f"{path}: expert_gating_func is {function}, and in transformers' model {_SIGMOID}")
     head = own.get("attention.key_length") or own["embedding_length"] // max(own["attention.head_count"], 1)
     rotated = own.get("rope.dimension_count", head)
-    if type(head) is not int or type(rotated) is not int or not 0 < rotated <= head:
-        raise unsupported(f"{path}: heads have {head} values, of which {rotated} are rotated")
-    config |= {"head_dim": head, "partial_rotary_factor": rotated / head}
+    config |= {"head_dim": head, "partial_rotary_factor": rotated_part(path, rotated, head)}
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in names
     config["attention_bias"] = "blk.0.attn_q.bias" in names
     return config | of_all(settings, GLM4MOE, names)

@@ -68,21 +68,29 @@ class GgufFile(TensorFile):
         self.metadata = {}
         self.settings, self.lists, self.stored_settings = {}, {}, []
         for _ in range(settings):
-            begin = self._at
-            name = self._text()
-            after_types = self._at + 8
-            value = self._value(name, *self._unpack("I"))
-            if name in self.settings:
-                raise ValueError(f"it has two settings {name}")
-            self.settings[name] = value
-            is_long = value is None and self._at - begin > _LONG_LIST
-            self.stored_settings.append(
-                bytes(self._header[begin:after_types]) + bytes(8) if is_long else bytes(self._header[begin : self._at])
-            )
+            self._take_setting()
         if tensors > _MOST_STORED:
             raise ValueError(f"it has {tensors} tensors, more than {_MOST_STORED}")
         self.count = tensors
-        entries = [self._entry() for _ in range(tensors)]
+        self._set_places([self._entry() for _ in range(tensors)])
+        header = bytes(self._header[: self._at])
+        del self._header
+        return header
+
+    def _take_setting(self) -> None:
+        begin = self._at
+        name = self._text()
+        after_types = self._at + 8
+        value = self._value(name, *self._unpack("I"))
+        if name in self.settings:
+            raise ValueError(f"it has two settings {name}")
+        self.settings[name] = value
+        is_long = value is None and self._at - begin > _LONG_LIST
+        stored, rest = (after_types, bytes(8)) if is_long else (self._at, b"")
+        self.stored_settings.append(bytes(self._header[begin:stored]) + rest)
+
+    def _set_places(self, entries: list[tuple[str, tuple[int, ...], BlockType, int]]) -> None:
+        """Sets ``places`` and ``types``. Raises ``ValueError`` if tensors share bytes, or end beyond the file."""
         alignment = self.settings.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment % 8:
             raise ValueError(f"general.alignment is {alignment!r}")
@@ -97,9 +105,6 @@ class GgufFile(TensorFile):
             if end > self.stamp.size:
                 raise ValueError(f"tensor {name} ends at byte {end} of {self.stamp.size}")
             self._place(name, shape, kind, start)
-        header = bytes(self._header[: self._at])
-        del self._header
-        return header
 
     def _entry(self) -> tuple[str, tuple[int, ...], BlockType, int]:
         """A tensor's name, shape, type and place after the header."""

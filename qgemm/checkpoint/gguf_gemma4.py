@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from qgemm.checkpoint.errors import unsupported
-from qgemm.checkpoint.gguf_architectures import stated_numbers
+from qgemm.checkpoint.gguf_architectures import own_settings, stated_numbers, tokens_and_head
 
 GEMMA4, GEMMA4_TEXT = "gemma4", "gemma4_text"
 # A single number each.
@@ -49,8 +49,8 @@ def gemma4_config(path: Path, settings: dict[str, Any], names: Container[str]) -
 
     Raises ``CheckpointError`` for settings that are missing, or that transformers' model can't have.
     """
-    own = {key.removeprefix(f"{GEMMA4}."): value for key, value in settings.items()}
-    config: dict[str, Any] = {"model_type": GEMMA4_TEXT, "tie_word_embeddings": "output.weight" not in names}
+    own = own_settings(settings, GEMMA4)
+    config: dict[str, Any] = {"model_type": GEMMA4_TEXT, **tokens_and_head(settings, names)}
     of_experts = _OF_EXPERTS if own.get("expert_count") else {}
     config |= stated_numbers(path, own, _NUMBERS | of_experts, "Gemma 4")
     config["enable_moe_block"] = bool(of_experts)
@@ -76,8 +76,6 @@ def gemma4_config(path: Path, settings: dict[str, Any], names: Container[str]) -
     if any(type(base) is not float for base in bases.values()):
         raise unsupported(f"{path} doesn't state rope.freq_base and rope.freq_base_swa, which qgemm needs for Gemma 4")
     config["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
-    config |= {f"{each}_token_id": settings.get(f"tokenizer.ggml.{each}_token_id") for each in ("bos", "eos")}
-    config["pad_token_id"] = settings.get("tokenizer.ggml.padding_token_id")
     return config
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.gguf_architectures import USUAL, count_layers, of_all, stated_numbers
+from qgemm.checkpoint.gguf_architectures import USUAL, count_layers, of_all, own_settings, rotated_part, stated_numbers
 
 QWEN3NEXT, _DENSE, _MIXTURE = "qwen3next", "qwen35", "qwen35moe"
 QWENS = {QWEN3NEXT: "qwen3_next", _DENSE: "qwen3_5_text", _MIXTURE: "qwen3_5_moe_text"}
@@ -63,7 +63,7 @@ def qwen_config(path: Path, settings: dict[str, Any], names: Container[str]) -> 
     Raises ``CheckpointError`` for settings that are missing, or that transformers' model can't have.
     """
     name = settings["general.architecture"]
-    own = {key.removeprefix(f"{name}."): value for key, value in settings.items()}
+    own = own_settings(settings, name)
     others = {_WIDTH: "intermediate_size"} if name == _DENSE else _OF_EXPERTS
     config = {"model_type": QWENS[name], **stated_numbers(path, own, _NUMBERS | others, name)}
     del config[""]
@@ -79,10 +79,7 @@ def qwen_config(path: Path, settings: dict[str, Any], names: Container[str]) -> 
     ):
         raise unsupported(f"{path}: {inner} values are {heads} heads of {size}, with {groups} heads of keys")
     config["linear_value_head_dim"] = size
-    rotated, head = own["rope.dimension_count"], own["attention.key_length"]
-    if type(rotated) is not int or type(head) is not int or not 0 < rotated <= head:
-        raise unsupported(f"{path}: heads have {head} values, of which {rotated} are rotated")
-    config["partial_rotary_factor"] = rotated / head
+    config["partial_rotary_factor"] = rotated_part(path, own["rope.dimension_count"], own["attention.key_length"])
     config["layer_types"] = _layer_types(path, own, config["num_hidden_layers"])
     return config | of_all(settings, name, names)
 

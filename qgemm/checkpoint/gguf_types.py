@@ -18,9 +18,7 @@ from torch import Tensor
 
 from qgemm.checkpoint import gguf_blocks as blocks
 from qgemm.checkpoint import gguf_grids as grids
-from qgemm.numerics.formats import INT8
-from qgemm.numerics.groups import SCALE_DTYPES, dequantize, store_values
-from qgemm.numerics.packing import packed_width
+from qgemm.numerics.groups import SCALE_DTYPES, dequantize, store_values, stored_weight
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 # Temporaries have this many values at a time.
@@ -73,12 +71,10 @@ class BlockType:
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of the parameters that ``parts`` returns for a weight ``[N, K]``, by name."""
         weight = (scheme or self.scheme).weight
-        assert weight.group_size is not None
-        small = weight.format.bits == 4
-        grid = (N, K // weight.group_size)
+        grid = (N, K // _group_size(scheme or self.scheme))
         scale = SCALE_DTYPES[weight.scale_dtype] if weight.dtype == "fp4" else torch.float32
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "weight": ((N, packed_width(K)), torch.uint8) if small else ((N, K), INT8.storage),
+            "weight": stored_weight(N, K, weight.format),
             "weight_scale": (grid, torch.float16 if scheme is None and self.name in _HALF_SCALES else scale),
         }
         if not weight.symmetric:
@@ -94,8 +90,7 @@ class BlockType:
 
     def group_order(self, columns: Tensor) -> Tensor | None:
         """The order of groups of values if a weight's ``columns`` are put in that order; None if groups are divided."""
-        size = self.scheme.weight.group_size
-        assert size is not None
+        size = _group_size(self.scheme)
         if len(columns) % size:
             return None
         groups = columns.reshape(-1, size)
@@ -147,9 +142,7 @@ class BlockType:
             zeros = None if zeros is None else zeros[:, order]
         weight = self.scheme.weight
         if scheme is not None:
-            assert weight.group_size is not None
-            assert scheme.weight.group_size is not None
-            times, weight = weight.group_size // scheme.weight.group_size, scheme.weight
+            times, weight = _group_size(self.scheme) // _group_size(scheme), scheme.weight
             scale = scale.float().repeat_interleave(times, dim=1)
             zeros = None if zeros is None else zeros.repeat_interleave(times, dim=1)
             zeros = torch.zeros_like(scale) if zeros is None and not weight.symmetric else zeros
@@ -161,13 +154,17 @@ class BlockType:
         Raises ``ValueError`` for scales that are NaN or Inf.
         """
         weight, K = self.scheme.weight, rows.shape[-1] // self.nbytes * self.values
-        assert weight.group_size is not None
         values, scale, zeros, factor = self.parts(rows.reshape(-1, rows.shape[-1]))
         is_finite = scale != 255 if scale.dtype == torch.uint8 else scale.float().isfinite()
         if not bool(is_finite.all()) or (zeros is not None and not bool(zeros.isfinite().all())):
             raise ValueError("it holds NaN or Inf; the file is damaged: get it again")
-        floats = dequantize(values, scale, zeros, factor, weight.format, weight.group_size, K, dtype)
+        floats = dequantize(values, scale, zeros, factor, weight.format, _group_size(self.scheme), K, dtype)
         return floats.reshape(*rows.shape[:-1], K)
+
+
+def _group_size(scheme: QuantScheme) -> int:
+    assert scheme.weight.group_size is not None  # blocks have
+    return scheme.weight.group_size
 
 
 def common_scheme(kinds: Sequence[BlockType]) -> QuantScheme | None:
@@ -179,7 +176,7 @@ def common_scheme(kinds: Sequence[BlockType]) -> QuantScheme | None:
     if len(weights) < len(kinds) or any(weight.dtype not in ("int4", "int8") for weight in weights):
         return None
     name = "int8-weight" if any(weight.dtype == "int8" for weight in weights) else "int4"
-    size = min(weight.group_size or 0 for weight in weights)
+    size = min(_group_size(kind.scheme) for kind in kinds)
     return resolve_scheme(f"{name}-{size}{'' if all(weight.symmetric for weight in weights) else '-float-zeros'}")
 
 

@@ -51,7 +51,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         contents.convert(weight, name, shape, partial(_packed, order), torch.uint8)
         contents.convert(f"{weight}_scale", f"{weight}{_SCALES}", (E, N, groups), order, torch.uint8)
         bias = stored.get(f"{weight}{_BIAS}")
-        if bias is not None and bias.dtype is not None:
+        if bias is not None:
             contents.convert(f"{weight}{_BIAS}", f"{weight}{_BIAS}", bias.shape, order, bias.dtype)
         contents.manifest.layers[experts] = resolve_scheme("mxfp4")
     return contents

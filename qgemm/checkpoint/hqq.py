@@ -26,14 +26,16 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported, unsupported_groups
-from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.float_layers import check_scale
+from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
 from qgemm.checkpoint.words import by_rows
 from qgemm.numerics.formats import INT8
+from qgemm.numerics.groups import stored_weight
 from qgemm.numerics.integers import cdiv
-from qgemm.numerics.packing import pack_codes, packed_width
+from qgemm.numerics.packing import pack_codes
 
 QUANT_METHOD = "hqq"
 WEIGHT = "W_q"
@@ -70,7 +72,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
 def _note(contents: Contents, layer: str, said: dict[str, list[int]]) -> None:
     names = [f"{layer}.{leaf}" for leaf in (WEIGHT, "scale", "zero")]
-    weight, scale = contents.stored[names[0]], contents.stored.get(names[1])
+    weight = contents.stored[names[0]]
     path = weight.path
     bits, axis, size, (N, K) = _sizes(layer, said, path)
     if bits not in _PARTS or axis != 1:
@@ -80,22 +82,15 @@ def _note(contents: Contents, layer: str, said: dict[str, list[int]]) -> None:
     if weight.dtype != dtype or weight.shape != (rows, size):
         raise unfit(path, names[0], weight, f"{dtype} {[rows, size]}, not viewed as floats")
     for name in names[1:]:
-        tensor = contents.stored.get(name)
-        if tensor is None or tensor.dtype not in BIAS_DTYPES or tensor.shape != (groups, 1):
-            raise unfit(path, name, tensor, f"of a float dtype, {[groups, 1]}")
-    try:
-        scheme = integers_scheme(4 if bits <= 4 else 8, None if size == K else size, symmetric=False, float_zeros=True)
-    except ValueError:
-        raise unsupported_groups(path, layer, size) from None
-    assert scale is not None
-    assert scale.dtype is not None
-    shape = N, K // size
-    stored_as, width = (torch.uint8, packed_width(K)) if bits <= 4 else (INT8.storage, K)
+        check_scale(contents, name, BIAS_DTYPES, {(groups, 1)})
+    groups_or_row = None if size == K else size
+    scheme = scheme_in_file(path, layer, 4 if bits <= 4 else 8, groups_or_row, symmetric=False, float_zeros=True)
+    shape, stored = (N, K // size), stored_weight(N, K, scheme.weight.format)
     made = {
-        f"{layer}.weight_scale": (names[1], shape, scale.dtype),
+        f"{layer}.weight_scale": (names[1], shape, contents.stored[names[1]].dtype),
         f"{layer}.weight_zero_point": (names[2], shape, torch.float32),
     }
-    contents.convert(f"{layer}.weight", names[0], (N, width), partial(_values, bits=bits, N=N, K=K), stored_as)
+    contents.convert(f"{layer}.weight", names[0], stored[0], partial(_values, bits=bits, N=N, K=K), stored[1])
     contents.convert_together(names[1:], made, partial(_factors, bits=bits, shape=shape))
     for leaf in (*_NUMBERS, *_OTHERS):
         if f"{layer}.{leaf}" in contents.headers:

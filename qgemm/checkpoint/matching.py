@@ -18,7 +18,7 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.kinds import meta_linear
-from qgemm.nn.linear_layer import is_conv1d, linear_weight
+from qgemm.nn.linear_layer import is_float_linear, linear_weight
 from qgemm.scheme import QuantScheme
 
 
@@ -36,17 +36,7 @@ def match(
     """
     layers = quantized_layers(model, manifest.layers, config_path)
     manifest.check_sizes(layers, config_path)
-    replaced = {f"{name}.{leaf}" for name in layers for leaf in model.get_submodule(name)._parameters}
-    expected = {name: tensor for name, tensor in named_tensors(model).items() if name not in replaced}
-    # The float part of a model may have any float dtype, and keeps the one in which it was saved.
-    dtypes: dict[str, tuple[torch.dtype, ...]] = {
-        name: FLOAT_DTYPES if tensor.dtype in FLOAT_DTYPES else (tensor.dtype,) for name, tensor in expected.items()
-    }
-    for layer_name, layer in layers.items():
-        for name, parameter in layer.named_parameters(recurse=False):
-            expected[f"{layer_name}.{name}"] = parameter
-            accepted = tuple(dtype for dtype in BIAS_DTYPES if layer.accepts_dtype(name, dtype))
-            dtypes[f"{layer_name}.{name}"] = accepted or (parameter.dtype,)
+    expected, dtypes = _expected_tensors(model, layers)
     transient = transient_names(model)
     _check_ties(expected, manifest.tied, stored, config_path)
     absent = [name for name in expected if name not in stored and name not in manifest.tied]
@@ -76,6 +66,24 @@ def match(
             if dtype is not None:
                 layer.take_dtype(name, dtype)
     return layers
+
+
+def _expected_tensors(
+    model: nn.Module, layers: dict[str, QuantLayer]
+) -> tuple[dict[str, Tensor], dict[str, tuple[torch.dtype, ...]]]:
+    """The tensors of ``model`` with ``layers``, and the dtypes that each may have in files."""
+    replaced = {f"{name}.{leaf}" for name in layers for leaf in model.get_submodule(name)._parameters}
+    expected = {name: tensor for name, tensor in named_tensors(model).items() if name not in replaced}
+    # The float part of a model may have any float dtype, and keeps the one in which it was saved.
+    dtypes: dict[str, tuple[torch.dtype, ...]] = {
+        name: FLOAT_DTYPES if tensor.dtype in FLOAT_DTYPES else (tensor.dtype,) for name, tensor in expected.items()
+    }
+    for layer_name, layer in layers.items():
+        for name, parameter in layer.named_parameters(recurse=False):
+            expected[f"{layer_name}.{name}"] = parameter
+            accepted = tuple(dtype for dtype in BIAS_DTYPES if layer.accepts_dtype(name, dtype))
+            dtypes[f"{layer_name}.{name}"] = accepted or (parameter.dtype,)
+    return expected, dtypes
 
 
 def _has_grown(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
@@ -110,7 +118,7 @@ def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_p
 def _quantized_like(module: nn.Module, scheme: QuantScheme) -> QuantLayer:
     if isinstance(module, LinearLayer):
         K, N, has_bias = module.in_features, module.out_features, module.has_bias
-    elif isinstance(module, nn.Linear) or is_conv1d(module):
+    elif is_float_linear(module):
         (N, K), has_bias = linear_weight(module).shape, module.bias is not None
     elif isinstance(module, QuantExperts):
         if module.scheme != scheme:

@@ -28,15 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported, unsupported_groups
+from qgemm.checkpoint.contents import Contents, Made
+from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.float_layers import check_scale
 from qgemm.checkpoint.layout import read_json, settings_of_mlx
-from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
 from qgemm.checkpoint.words import by_rows, unpack_nibbles
 from qgemm.numerics.formats import FP8, INT8
-from qgemm.numerics.packing import pack_codes, packed_width
+from qgemm.numerics.groups import stored_weight
+from qgemm.numerics.packing import pack_codes
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 QUANT_METHOD = "mlx"
@@ -75,13 +77,12 @@ class _Layer:
     N: int
     K: int
 
-    @property
-    def scheme(self) -> QuantScheme:
-        """The scheme that computes it. Raises ``ValueError`` for groups that no scheme has."""
+    def scheme(self, path: Path) -> QuantScheme:
+        """The scheme that computes it. Raises ``CheckpointError``, naming ``path``, for groups that no scheme has."""
         if self.mode != _AFFINE:
             return resolve_scheme(self.mode)
-        stored = 4 if self.bits <= 4 else 8
-        return integers_scheme(stored, None if self.size == self.K else self.size, symmetric=False, float_zeros=True)
+        bits, size = 4 if self.bits <= 4 else 8, None if self.size == self.K else self.size
+        return scheme_in_file(path, self.name, bits, size, symmetric=False, float_zeros=True)
 
     @property
     def middle(self) -> int:
@@ -129,14 +130,35 @@ def _read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_
     for name, tensor in stored.items():
         layer, leaf = split_name(name)
         if leaf == "weight" and tensor.dtype == WORD:
-            _note(contents, _layer(layer, biases, quantization, stored, config_path))
+            _note(contents, _layer(layer, biases, quantization, contents, config_path))
     return contents
 
 
-def _layer(
-    name: str, biases: str, quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path
-) -> _Layer:
+def _layer(name: str, biases: str, quantization: dict[str, Any], contents: Contents, config_path: Path) -> _Layer:
     """What the config and the headers say about a layer."""
+    mode, size, bits = _stated(name, biases, quantization, config_path)
+    weight = contents.stored[f"{name}.weight"]
+    *stack, N, words = weight.shape if len(weight.shape) in (2, 3) else (0, 0)
+    K, rest = divmod(words * 32, bits)
+    is_stack = split_name(split_name(name)[0])[1] in _STACKED
+    if (
+        rest
+        or K % size
+        or N < 1
+        or K < 1
+        or len(stack) != is_stack
+        or (is_stack and not 1 <= stack[0] <= _MOST_EXPERTS)
+    ):
+        raise unfit(weight.path, f"{name}.weight", weight, f"[N, words of {bits} bits in groups of {size}]")
+    shape = (*weight.shape[:-1], K // size)
+    dtypes = BIAS_DTYPES if mode == _AFFINE else (torch.uint8,)
+    for leaf in ("scales", biases) if mode == _AFFINE else ("scales",):
+        check_scale(contents, f"{name}.{leaf}", dtypes, {shape})
+    return _Layer(name, biases, mode, bits, size, stack[0] if stack else 0, N, K)
+
+
+def _stated(name: str, biases: str, quantization: dict[str, Any], config_path: Path) -> tuple[str, int, int]:
+    """The mode, group size and bits of the layer ``name`` in the config."""
     own = quantization.get(name)
     said = own if isinstance(own, dict) else quantization
     mode = said.get("mode", _AFFINE)
@@ -153,46 +175,19 @@ def _layer(
     is_known = size == usual[0] and bits == usual[1] if mode != _AFFINE else type(bits) is int and bits in _BITS
     if not is_known or type(size) is not int or size < 1:
         raise unsupported(f"{config_path}: {name} has {bits!r} bits in groups of {size!r} values in mode {mode}")
-    weight, scales = stored[f"{name}.weight"], stored.get(f"{name}.scales")
-    *stack, N, words = weight.shape if len(weight.shape) in (2, 3) else (0, 0)
-    K, rest = divmod(words * 32, bits)
-    is_stack = split_name(split_name(name)[0])[1] in _STACKED
-    if (
-        rest
-        or K % size
-        or N < 1
-        or K < 1
-        or len(stack) != is_stack
-        or (is_stack and not 1 <= stack[0] <= _MOST_EXPERTS)
-    ):
-        raise unfit(weight.path, f"{name}.weight", weight, f"[N, words of {bits} bits in groups of {size}]")
-    shape = (*weight.shape[:-1], K // size)
-    dtypes = BIAS_DTYPES if mode == _AFFINE else (torch.uint8,)
-    for leaf in ("scales", biases) if mode == _AFFINE else ("scales",):
-        tensor = stored.get(f"{name}.{leaf}")
-        if tensor is None or tensor.dtype not in dtypes or tensor.shape != shape:
-            kind = "of a float dtype" if mode == _AFFINE else "torch.uint8"
-            raise unfit(weight.path, f"{name}.{leaf}", tensor, f"{kind}, {list(shape)}")
-    assert scales is not None
-    return _Layer(name, biases, mode, bits, size, stack[0] if stack else 0, N, K)
+    return mode, size, bits
 
 
 def _note(contents: Contents, layer: _Layer) -> None:
-    try:
-        scheme = layer.scheme
-    except ValueError:
-        raise unsupported_groups(contents.stored[f"{layer.name}.weight"].path, layer.name, layer.size) from None
+    scheme = layer.scheme(contents.stored[f"{layer.name}.weight"].path)
     leaves = ("weight", "scales", layer.biases) if layer.mode == _AFFINE else ("weight", "scales")
     sources = [f"{layer.name}.{leaf}" for leaf in leaves]
-    form, grid = scheme.weight.format, (layer.N, layer.K // layer.size)
-    width = packed_width(layer.K) if form.bits == 4 else layer.K
+    grid, stored = (layer.N, layer.K // layer.size), stored_weight(layer.N, layer.K, scheme.weight.format)
     scale = {"mxfp4": torch.uint8, "mxfp8": torch.uint8, "nvfp4": FP8.storage}.get(layer.mode)
     scale = scale or contents.stored[sources[1]].dtype
-    assert scale is not None
-    stored_as = torch.uint8 if form.bits == 4 else form.storage
-    made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
+    made: dict[str, Made] = {}
     for name in layer.names:
-        made[f"{name}.weight"] = sources[0], (layer.N, width), stored_as
+        made[f"{name}.weight"] = sources[0], *stored
         made[f"{name}.weight_scale"] = sources[1], grid, scale
         if layer.mode == _AFFINE:
             made[f"{name}.weight_zero_point"] = sources[2], grid, torch.float32
@@ -201,11 +196,10 @@ def _note(contents: Contents, layer: _Layer) -> None:
         contents.manifest.layers[name] = scheme
         contents.shapes[name] = layer.N, layer.K
     contents.convert_together(sources, made, partial(_parts, layer))
-    if layer.experts and (bias := contents.stored.get(f"{layer.name}.bias")) is not None:
-        if bias.dtype not in BIAS_DTYPES or bias.shape != (layer.experts, layer.N):
-            raise unfit(bias.path, f"{layer.name}.bias", bias, f"of a float dtype, {[layer.experts, layer.N]}")
-        biases = {f"{name}.bias": (f"{layer.name}.bias", (layer.N,), bias.dtype) for name in layer.names}
-        contents.convert_together([f"{layer.name}.bias"], biases, lambda value: [row.clone() for row in value])
+    if layer.experts and (bias := f"{layer.name}.bias") in contents.stored:
+        dtype = check_scale(contents, bias, BIAS_DTYPES, {(layer.experts, layer.N)}).dtype
+        biases = {f"{name}.bias": (bias, (layer.N,), dtype) for name in layer.names}
+        contents.convert_together([bias], biases, lambda value: [row.clone() for row in value])
 
 
 def _parts(layer: _Layer, words: Tensor, scales: Tensor, biases: Tensor | None = None) -> Sequence[Tensor]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qgemm.checkpoint.contents import Contents, read_converted
+from qgemm.checkpoint.contents import Contents, Made, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import place_of
 from qgemm.checkpoint.pretrained import is_pretrained
@@ -180,22 +180,31 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
             one = made[scheme]
             if problem := _why_apart(scheme, one, len(leaves)):
                 raise CheckpointError(f"{config_path}: {layer} is an expert in {scheme.name}, {problem}")
-            for own in one.whole_names:
-                if index == 0:
-                    shape_of_it = tuple(one._parameters[own].shape)  # type: ignore[union-attr]
-                    target = f"{path}.{name}{own.removeprefix('weight')}"
-                    contents.merge(target, f"{layer}.{own}", shape_of_it, (E, *shape_of_it), (expert,))
-                else:
-                    contents.leave_out(f"{layer}.{own}")
-            for own in (*one.row_names, *(["bias"] if source.has_bias else [])):
-                rows, *columns = one._parameters[own].shape  # type: ignore[union-attr]
-                place = (expert, slice(index * rows, (index + 1) * rows))
-                target = f"{path}.{name}{own.removeprefix('weight') if own != 'bias' else '_bias'}"
-                whole = (E, rows * len(leaves), *columns)
-                contents.merge(target, f"{layer}.{own}", (rows, *columns), whole, place)
+            _merge(contents, layer, one, f"{path}.{name}", (expert, E), (index, len(leaves)))
     layers[path] = fused
     if activation is not None and fused.is_weight_only:
         contents.note(f"activations of experts stay in float, where the checkpoint asks for {activation.dtype}")
+
+
+def _merge(
+    contents: Contents, layer: str, like: LinearLayer, weight: str, expert: tuple[int, int], part: tuple[int, int]
+) -> None:
+    """Notes that the tensors of ``layer`` are parts of those of ``weight``, and which ones.
+
+    ``like``: a layer with such parameters. ``expert``, ``part``: its number among all, and of the expert's layers.
+    """
+    (e, E), (index, parts) = expert, part
+    for own in like.whole_names:
+        if index == 0:
+            shape = tuple(like.stored(own).shape)
+            contents.merge(f"{weight}{own.removeprefix('weight')}", f"{layer}.{own}", shape, (E, *shape), (e,))
+        else:
+            contents.leave_out(f"{layer}.{own}")
+    for own in (*like.row_names, *(["bias"] if like.has_bias else [])):
+        rows, *columns = like.stored(own).shape
+        target = f"{weight}{own.removeprefix('weight') if own != 'bias' else '_bias'}"
+        place, whole = (e, slice(index * rows, (index + 1) * rows)), (E, rows * parts, *columns)
+        contents.merge(target, f"{layer}.{own}", (rows, *columns), whole, place)
 
 
 def _fused_scheme(contents: Contents, path: str, of_weights: list[list[str]], config_path: Path) -> QuantScheme:
@@ -257,13 +266,9 @@ def _add_zero_points(contents: Contents, layer: str, like: str) -> None:
     """Gives a symmetric ``layer`` zero points of 0, in the dtype of those of the layer ``like``."""
     weight, scale, zero_point = (f"{layer}.{leaf}" for leaf in ("weight", "weight_scale", "weight_zero_point"))
     headers = contents.headers
-    made = {
-        name: (name, headers[name].shape, stored_as)
-        for name in (weight, scale)
-        if (stored_as := headers[name].dtype) is not None
-    }
+    made: dict[str, Made] = {name: (name, headers[name].shape, headers[name].dtype) for name in (weight, scale)}
     known = headers.get(f"{like}.weight_zero_point")
-    dtype = torch.int8 if known is None or known.dtype is None else known.dtype
+    dtype = torch.int8 if known is None else known.dtype
     made[zero_point] = scale, headers[scale].shape, dtype
 
     def add(values: dict[str, Tensor]) -> Sequence[Tensor]:

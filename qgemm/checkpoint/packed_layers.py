@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported, unsupported_groups
+from qgemm.checkpoint.contents import Contents, Made
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
 from qgemm.checkpoint.words import select_columns, unpack_words
@@ -79,11 +80,6 @@ class PackedLayer:
         """The number of scales in a row."""
         return 1 if self.group_size is None else cdiv(self.K, self.group_size)
 
-    @property
-    def scheme(self) -> QuantScheme:
-        """The scheme that computes it. Raises ``ValueError`` for groups that no scheme has."""
-        return integers_scheme(self.bits, self.group_size, self.symmetric, self.ordered)
-
     def name_of(self, leaf: str) -> str:
         """The full name of one of its tensors."""
         return f"{self.name}.{leaf}"
@@ -106,6 +102,24 @@ def integers_scheme(
     return resolve_scheme("-".join(parts))
 
 
+def scheme_in_file(
+    path: Path,
+    layer: str,
+    bits: int,
+    group_size: int | None,
+    symmetric: bool,
+    ordered: bool = False,
+    float_zeros: bool = False,
+) -> QuantScheme:
+    """``integers_scheme`` of a layer in the file, or by the config, at ``path``; raises ``CheckpointError``."""
+    try:
+        return integers_scheme(bits, group_size, symmetric, ordered, float_zeros)
+    except ValueError:
+        raise unsupported(
+            f"{path}: {layer} has groups of {group_size} columns; qgemm computes groups of any multiple of 16"
+        ) from None
+
+
 def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object) -> Contents:
     """Reads the contents of files with packed layers; reads zero points and ``g_idx`` to determine what layers are.
 
@@ -114,14 +128,11 @@ def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object
     layers = [_from_headers(split_name(name)[0], said, stored) for name in stored if split_name(name)[1] == "qweight"]
     contents = Contents.of_files(stored)
     for layer in _with_facts(layers, said, stored, config_path):
-        try:
-            scheme = layer.scheme
-        except ValueError:
-            path = stored[layer.name_of("scales")].path
-            raise unsupported_groups(path, layer.name, layer.group_size) from None
+        path = stored[layer.name_of("scales")].path
+        scheme = scheme_in_file(path, layer.name, layer.bits, layer.group_size, layer.symmetric, layer.ordered)
         contents.manifest.layers[layer.name] = scheme
         contents.shapes[layer.name] = layer.N, layer.K
-        _note(contents, layer)
+        _note(contents, layer, scheme)
     return contents
 
 
@@ -240,17 +251,15 @@ def _unshuffled(layer: PackedLayer, rows: Tensor) -> Tensor:
     return rows.view(rows.shape[0] // 8, 2, 4, rows.shape[1]).transpose(1, 2).flatten(0, 2)
 
 
-def _note(contents: Contents, layer: PackedLayer) -> None:
+def _note(contents: Contents, layer: PackedLayer, scheme: QuantScheme) -> None:
     sources = {"weight": "qweight", "weight_scale": "scales"}
     sources |= {} if layer.symmetric else {"weight_zero_point": "qzeros"}
     sources |= {"input_order": "g_idx"} if layer.ordered else {}
-    like = meta_linear(layer.scheme, layer.K, layer.N)
-    made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
+    like = meta_linear(scheme, layer.K, layer.N)
+    made: dict[str, Made] = {}
     for leaf, source in sources.items():
         parameter = like.stored(leaf)
-        dtype = parameter.dtype
-        if leaf == "weight_scale":
-            dtype = contents.stored[layer.name_of(source)].dtype or dtype
+        dtype = contents.stored[layer.name_of(source)].dtype if leaf == "weight_scale" else parameter.dtype
         made[layer.name_of(leaf)] = (layer.name_of(source), tuple(parameter.shape), dtype)
     contents.convert_together([layer.name_of(leaf) for leaf in sources.values()], made, partial(_decode, layer))
     for leaf in ("qzeros", "g_idx"):

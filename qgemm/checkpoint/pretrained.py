@@ -127,6 +127,36 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
     ``stored``: the tensors in the model's files, by name; building stops if the model becomes far larger than these.
     Raises ``CheckpointError`` if ``config`` names no class of transformers, or if the class can't be built from it.
     """
+    cls, config_class = _find_classes(config, path)
+    dtype = _FLOAT_DTYPES_BY_NAME.get(str(config.get("dtype")))
+    if dtype is None:
+        raise CheckpointError(
+            f"{path}: dtype is {config.get('dtype')!r}; it must be a float dtype such as 'bfloat16': write it there"
+        )
+    if (absurd := _absurd_count(config)) is not None:
+        raise CheckpointError(f"{path}: {absurd}")
+    try:
+        # The class may build anything from these values; whatever goes wrong there, the file is the cause.
+        values = config_class._decode_special_floats(config)  # a copy
+        _drop_controls(values)
+        _drop_of_a_save(values)  # so that the config is the one that was saved
+        own_config = config_class(**values)
+        with parameters_on_meta(BuildLimits(stored)), _default_dtype(dtype):
+            model: nn.Module = cls(own_config)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: {config['architectures'][0]} can't be built from it: {said_by(error)}"
+        ) from error
+    for name, module in model.named_modules():
+        top_k, experts = vars(module).get("top_k"), vars(module).get("num_experts")
+        # No tensor has the number of chosen experts as a size, so no other check would find a wrong one.
+        if isinstance(top_k, int) and isinstance(experts, int) and not 0 <= top_k <= experts:
+            raise CheckpointError(f"{path}: {name} would choose {top_k} of {experts} experts")
+    return model
+
+
+def _find_classes(config: dict[str, Any], path: Path) -> tuple[Any, Any]:
+    """transformers' classes of the model and of its config that ``config`` names; raises as ``build_pretrained``."""
     names = config.get("architectures")
     if "model_type" not in config or not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise UnknownModel(f"{path} does not describe a transformers model")
@@ -148,29 +178,7 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         raise UnknownModel(
             f"{path}: model_type is {config['model_type']!r}, but {names[0]} is of {cls.config_class.model_type!r}"
         )
-    dtype = _FLOAT_DTYPES_BY_NAME.get(str(config.get("dtype")))
-    if dtype is None:
-        raise CheckpointError(
-            f"{path}: dtype is {config.get('dtype')!r}; it must be a float dtype such as 'bfloat16': write it there"
-        )
-    if (absurd := _absurd_count(config)) is not None:
-        raise CheckpointError(f"{path}: {absurd}")
-    try:
-        # The class may build anything from these values; whatever goes wrong there, the file is the cause.
-        values = config_class._decode_special_floats(config)  # a copy
-        _drop_controls(values)
-        _drop_of_a_save(values)  # so that the config is the one that was saved
-        own_config = config_class(**values)
-        with parameters_on_meta(BuildLimits(stored)), _default_dtype(dtype):
-            model: nn.Module = cls(own_config)
-    except Exception as error:
-        raise CheckpointError(f"{path}: {names[0]} can't be built from it: {said_by(error)}") from error
-    for name, module in model.named_modules():
-        top_k, experts = vars(module).get("top_k"), vars(module).get("num_experts")
-        # No tensor has the number of chosen experts as a size, so no other check would find a wrong one.
-        if isinstance(top_k, int) and isinstance(experts, int) and not 0 <= top_k <= experts:
-            raise CheckpointError(f"{path}: {name} would choose {top_k} of {experts} experts")
-    return model
+    return cls, config_class
 
 
 def _config_class(cls: Any, model_type: Any) -> Any:

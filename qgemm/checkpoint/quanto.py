@@ -26,11 +26,11 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.float_layers import check_scale, for_each
 from qgemm.checkpoint.layout import place_of
-from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.checkpoint.packed_layers import integers_scheme, scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_module, split_name
 from qgemm.checkpoint.words import by_rows
-from qgemm.nn.linear_layer import is_conv1d, linear_weight
+from qgemm.nn.linear_layer import is_float_linear, linear_weight
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, packed_width, unpack_codes
@@ -78,8 +78,6 @@ def _note_whole(contents: Contents, layer: str) -> None:
         raise unsupported(f"{weight.path}: {name} is {weight}; of quanto, qgemm reads int8 and e4m3, [N, K]")
     N, K = weight.shape
     dtype = check_scale(contents, scale, BIAS_DTYPES, {(), (1,), (N, 1)}).dtype
-    assert weight.dtype is not None
-    assert dtype is not None
     contents.convert(f"{layer}.weight", name, (N, K), lambda value: value, weight.dtype)
     contents.convert(f"{layer}.weight_scale", scale, (N, 1), lambda value: for_each(value, N)[:, None], dtype)
     contents.manifest.layers[layer] = resolve_scheme(_SCHEMES[weight.dtype])
@@ -102,7 +100,6 @@ def _note_packed(contents: Contents, layer: str, kind: object) -> None:
     if bits not in fitting:
         raise unfit(weight.path, names[0], weight, f"{G} groups of 2 or 4 bits, as {CONFIG_FILE} says")
     has_floats = shift.dtype != torch.uint8
-    assert scale.dtype is not None
     zero_points = torch.float32 if has_floats else INT8.storage
     made = {
         f"{layer}.weight": (names[0], (G, packed_width(size)), torch.uint8),
@@ -136,25 +133,18 @@ def ungroup(contents: Contents, model: nn.Module, config_path: Path) -> None:
     """
     for layer in contents.grouped:
         module = find_module(model, layer)
-        if module is None or not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        if not is_float_linear(module):
             continue  # which is refused where all such layers are
         (G, size), (N, K) = contents.shapes[layer], linear_weight(module).shape
         if G * size != N * K or K % size:
             has = f"layer {layer} has {G} groups of {size} columns"
             raise CheckpointError(f"{place_of(config_path)}: {has}; the model's shape is {[N, K]}")
-        scheme, groups = contents.manifest.layers[layer], K // size
+        float_zeros, groups = contents.manifest.layers[layer].weight.float_zeros, K // size
+        own_size, path = (size if groups > 1 else None), place_of(config_path)
+        scheme = scheme_in_file(path, layer, 4, own_size, symmetric=False, float_zeros=float_zeros)
         names = [f"{layer}.{leaf}" for leaf in _LEAVES]
-        if groups > 1:
-            try:
-                scheme = integers_scheme(4, size, symmetric=False, float_zeros=scheme.weight.float_zeros)
-            except ValueError:
-                raise unsupported(
-                    f"{place_of(config_path)}: {layer} has groups of {size} columns; qgemm computes groups of any "
-                    "multiple of 16"
-                ) from None
         shapes = {names[0]: (N, packed_width(K)), names[1]: (N, groups), names[2]: (N, groups)}
-        headers = {name: contents.headers[name].dtype for name in names}
-        made = {name: (name, shapes[name], dtype) for name, dtype in headers.items() if dtype is not None}
+        made = {name: (name, shapes[name], contents.headers[name].dtype) for name in names}
         contents.convert_further(made, names, partial(_into_rows, names, (N, K), size))
         contents.manifest.layers[layer], contents.shapes[layer] = scheme, (N, K)
     contents.grouped.clear()

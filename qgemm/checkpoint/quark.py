@@ -30,7 +30,7 @@ from torch import Tensor
 
 from qgemm.checkpoint import quark_config
 from qgemm.checkpoint.cache_scales import leave_to_cache
-from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.contents import Contents, Made
 from qgemm.checkpoint.errors import unsupported
 from qgemm.checkpoint.float_layers import (
     check_scale,
@@ -141,7 +141,7 @@ def _note_integers(contents: Contents, layer: str, found: quark_config.Layer, in
             zero_point = contents.stored.get(f"{layer}.input_zero_point")
             wanted = torch.uint8 if found.unsigned_inputs else INT8.storage
             if zero_point is None or zero_point.dtype != wanted or zero_point.shape not in ((), (1,)):
-                raise unfit(_path(contents, layer), f"{layer}.input_zero_point", zero_point, f"{wanted}, []")
+                raise unfit(contents.path_of(layer), f"{layer}.input_zero_point", zero_point, f"{wanted}, []")
             note_shifted(contents, layer)
         else:
             note_int8(contents, layer)
@@ -153,7 +153,6 @@ def _note_integers(contents: Contents, layer: str, found: quark_config.Layer, in
     elif step.is_by_group:
         name, shape = f"{layer}.weight_scale", (N, K // (step.group_size or K))
         scale = check_scale(contents, name, BIAS_DTYPES, {shape[::-1]})
-        assert scale.dtype is not None
         contents.convert(name, name, shape, lambda value: value.t().contiguous(), scale.dtype)
     else:
         check_scale(contents, f"{layer}.weight_scale", FLOAT_DTYPES, {(), (1,), (N,), (N, 1)})
@@ -282,13 +281,11 @@ def _split_gates(contents: Contents) -> None:
                 headers[own[0]].path, f"{layer}.weight", headers[f"{layer}.weight"], "of an even number of rows"
             )
         parts = [layer.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
-        made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
+        made: dict[str, Made] = {}
         for part in parts:
             for name, tensor in headers.items():
-                shape, dtype = tensor.shape, tensor.dtype
-                assert dtype is not None
-                shape = (rows // 2, *shape[1:]) if shape[:1] == (rows,) else shape
-                made[f"{part}.{split_name(name)[1]}"] = name, shape, dtype
+                shape = (rows // 2, *tensor.shape[1:]) if tensor.shape[:1] == (rows,) else tensor.shape
+                made[f"{part}.{split_name(name)[1]}"] = name, shape, tensor.dtype
             layers[part] = scheme
             if layer in contents.shapes:
                 contents.shapes[part] = rows // 2, contents.shapes[layer][1]
@@ -310,7 +307,3 @@ def _leave_outputs(contents: Contents, quantization: dict[str, Any]) -> None:
         contents.note(f"outputs of layers, such as {split_name(outputs[0])[0]}, are not quantized (output_tensors)")
     if quantization.get("softmax_quant_spec"):
         contents.note("attention's probabilities are not quantized (softmax_quant_spec)")
-
-
-def _path(contents: Contents, layer: str) -> Path:
-    return next(tensor.path for name, tensor in contents.stored.items() if name.startswith(f"{layer}."))

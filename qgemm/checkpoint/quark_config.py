@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.numerics.blocks import BLOCK
 
-BLOCK = (128, 128)
 UNSIGNED = ("uint4", "uint8")
 _INTEGERS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
 _TENSOR, _CHANNEL, _GROUP, _BLOCKS = "per_tensor", "per_channel", "per_group", "per_block"
@@ -133,7 +133,7 @@ def _stored(weights: tuple[Step, ...]) -> tuple[str, str]:
             return "mxfp4", "mxfp4"
         case (Step("fp8_e4m3"),) if first.is_by_row and not first.is_asymmetric:
             return "fp8", "fp8-weight"
-        case (Step("fp8_e4m3", "per_block"),) if first.block == BLOCK and not first.is_asymmetric:
+        case (Step("fp8_e4m3", "per_block"),) if first.block == (BLOCK, BLOCK) and not first.is_asymmetric:
             return "fp8", "fp8-block"
         case (Step(dtype),) if dtype in _INTEGERS and (first.is_by_row or first.is_by_group):
             size = first.group_size if first.is_by_group else None

@@ -33,11 +33,11 @@ from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.packed_layers import layout_in
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
+from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8_DTYPES, INT8
 from qgemm.numerics.integers import cdiv
 
 _ACTIVATIONS = "whether activations are quantized, and how"
-_BLOCK = 128
 _OTHER_BLOCKS = (32, 64, 256, 512)
 
 
@@ -145,7 +145,7 @@ def _fp8(stored: Mapping[str, StoredTensor], leaves: set[str]) -> Recognized:
     has_blocks = bool(pairs[-1])
     quantization = {
         "activation_scheme": "static" if "activation_scale" in leaves else "dynamic",
-        "weight_block_size": [_BLOCK, _BLOCK] if has_blocks else None,
+        "weight_block_size": [BLOCK, BLOCK] if has_blocks else None,
     }
     is_settled = not has_blocks or not any(
         all(cdiv(size, block) == count for size, count in of_axis)

@@ -24,7 +24,7 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.kinds import meta_linear
-from qgemm.nn.linear_layer import is_conv1d, largest, linear_weight
+from qgemm.nn.linear_layer import is_conv1d, is_float_linear, largest, linear_weight
 from qgemm.nn.quant_layer import frozen, quant_layers
 from qgemm.scheme import QuantScheme
 
@@ -170,7 +170,7 @@ def _layer_like(contents: Contents, name: str, module: nn.Module | None, scheme:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | LinearLayer) or is_conv1d(module)
+    return isinstance(module, LinearLayer) or is_float_linear(module)
 
 
 def _check(contents: Contents, name: str, layer: QuantLayer, leaves: list[str]) -> None:

@@ -28,7 +28,6 @@ def note_scaled(
     ``shapes``: of the weight ``[..., N, K]``, and of its scale, float32 ``[..., N]`` or one for each ``block``.
     """
     dtype = contents.stored[sources[0]].dtype
-    assert dtype is not None
     made = {names[0]: (sources[0], shapes[0], dtype), names[1]: (sources[1], shapes[1], torch.float32)}
 
     def make(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

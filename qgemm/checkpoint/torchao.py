@@ -21,13 +21,15 @@ from torch import Tensor
 
 from qgemm.checkpoint import torchao_int4
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported, unsupported_groups
-from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.checkpoint.errors import CheckpointError, unsupported
+from qgemm.checkpoint.float_layers import check_scale
+from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_metadata, read_values, unfit
 from qgemm.checkpoint.signs import note_scaled
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
-from qgemm.numerics.formats import FP8, INT4, INT8
-from qgemm.numerics.packing import pack_codes, packed_width
+from qgemm.checkpoint.words import pack_int4
+from qgemm.numerics.formats import FP8, INT8
+from qgemm.numerics.packing import packed_width
 from qgemm.scheme import resolve_scheme
 
 QUANT_METHOD = "torchao"
@@ -78,27 +80,22 @@ def _parse(metadata: dict[str, str], layer: str, path: Path) -> dict[str, Any]:
 
 
 def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool) -> None:
-    stored = contents.stored
-    names = {leaf: f"{layer}._weight_{leaf}" for leaf in ("qdata", "scale", "zero_point")}
-    weight, scale = stored[names["qdata"]], stored.get(names["scale"])
+    names = {leaf: f"{layer}._weight_{leaf}" for leaf in ("qdata", "scale")}
+    weight = contents.stored[names["qdata"]]
     form, path = _FORMATS[about["_type"]], weight.path
     if weight.dtype != form.storage or len(weight.shape) != 2:
         raise unfit(path, names["qdata"], weight, f"{form.storage}, [N, K]")
     N, K = weight.shape
     bits, by_row = _bits(about, layer, path), _rounds_rows(contents, about, layer, path)
-    shapes = [(N, 1), (1, 1), (N,), (1,), ()]
+    shapes: set[tuple[int, ...]] = {(N, 1), (1, 1), (N,), (1,), ()}
     size = None
     if form is INT8 and not by_row and (size := _group_size(about, K)) is not None:
-        shapes = [(N, K // size)]
-    if scale is None or scale.dtype not in BIAS_DTYPES or scale.shape not in shapes:
-        raise unfit(path, names["scale"], scale, f"of a float dtype, {list(shapes[0])}")
+        shapes = {(N, K // size)}
+    scale = check_scale(contents, names["scale"], BIAS_DTYPES, shapes)
     if form is FP8:
         scheme = resolve_scheme("fp8" if by_row else "fp8-weight")
     else:
-        try:
-            scheme = resolve_scheme("int8") if by_row else integers_scheme(bits, size, symmetric)
-        except ValueError:
-            raise unsupported_groups(path, layer, size) from None
+        scheme = resolve_scheme("int8") if by_row else scheme_in_file(path, layer, bits, size, symmetric)
     contents.manifest.layers[layer] = scheme
     contents.shapes[layer] = N, K
     shape, dtype = ((N,), torch.float32) if by_row else ((N, 1 if size is None else K // size), scale.dtype)
@@ -112,21 +109,27 @@ def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool
     else:
         contents.convert(made[1], names["scale"], shape, to_scale, dtype)
         if bits == 4:
-            contents.convert(made[0], names["qdata"], (N, packed_width(K)), _pack, torch.uint8)
+            contents.convert(made[0], names["qdata"], (N, packed_width(K)), pack_int4, torch.uint8)
         else:
             contents.convert(made[0], names["qdata"], weight.shape, lambda value: value, weight.dtype)
-    zero_point = stored.get(names["zero_point"])
+    _note_zero_point(contents, layer, None if by_row or scale.shape != shape else shape, symmetric)
+
+
+def _note_zero_point(contents: Contents, layer: str, shape: tuple[int, ...] | None, symmetric: bool) -> None:
+    """``shape``: that of the scales; None if the layer can't have zero points."""
+    name = f"{layer}.{_ZERO_POINT}"
+    zero_point = contents.stored.get(name)
     if zero_point is None:
         return
     if symmetric:
-        contents.pass_over(names["zero_point"])  # already read
-    elif by_row or zero_point.dtype != torch.int8 or zero_point.shape != scale.shape or scale.shape != shape:
+        contents.pass_over(name)  # already read
+    elif zero_point.dtype != torch.int8 or zero_point.shape != shape:
         raise CheckpointError(
-            f"{path}: {names['zero_point']} is {zero_point}; qgemm reads zero points of whole numbers, with "
-            "activations in float"
+            f"{zero_point.path}: {name} is {zero_point}; qgemm reads zero points of whole numbers, with activations in "
+            "float"
         )
     else:
-        contents.convert(f"{layer}.weight_zero_point", names["zero_point"], shape, lambda value: value, torch.int8)
+        contents.convert(f"{layer}.weight_zero_point", name, zero_point.shape, lambda value: value, torch.int8)
 
 
 def _bits(about: dict[str, Any], layer: str, path: Path) -> int:
@@ -147,12 +150,6 @@ def _group_size(about: dict[str, Any], K: int) -> int | None:
     block = about.get("block_size")
     size = block[1] if isinstance(block, list) and len(block) == 2 and block[0] == 1 else K
     return size if type(size) is int and 0 < size < K and K % size == 0 else None
-
-
-def _pack(values: Tensor) -> Tensor:
-    if values.numel() and not -8 <= int(values.min()) <= int(values.max()) <= 7:
-        raise ValueError(f"its values go from {int(values.min())} to {int(values.max())}; int4's are from -8 to 7")
-    return pack_codes(INT4.to_codes(values))
 
 
 def _rounds_rows(contents: Contents, about: dict[str, Any], layer: str, path: Path) -> bool:

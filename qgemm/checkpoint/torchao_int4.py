@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError, unsupported_groups
-from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.float_layers import check_scale
+from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES
 from qgemm.checkpoint.words import by_rows, unpack_nibbles
@@ -41,7 +42,8 @@ def _note_plain(contents: Contents, layer: str, about: dict[str, Any], symmetric
     N, K = weight.shape[0], 2 * weight.shape[1]
     size = _group_size(about, layer, weight.path)
     groups = cdiv(K, size)
-    _check_factors(contents, names[1:], (groups, N), weight.path)
+    for name in names[1:]:
+        check_scale(contents, name, BIAS_DTYPES, {(groups, N)})
 
     def to_weight(value: Tensor) -> Tensor:
         return by_rows(lambda rows: pack_codes(unpack_nibbles(rows.view(torch.uint8))), value, K)
@@ -52,7 +54,6 @@ def _note_plain(contents: Contents, layer: str, about: dict[str, Any], symmetric
             contents.pass_over(name)  # already read
             continue
         dtype = contents.stored[name].dtype
-        assert dtype is not None
         contents.convert(f"{layer}.{leaf}", name, (N, groups), lambda value: value.t().contiguous(), dtype)
     _add(contents, layer, size, symmetric, (N, K), weight.path)
 
@@ -70,9 +71,7 @@ def _note_tiles(contents: Contents, layer: str, about: dict[str, Any], symmetric
         raise unfit(weight.path, names[0], weight, f"tiles for {shape}")
     size = _group_size(about, layer, weight.path)
     groups = cdiv(K, size)
-    _check_factors(contents, names[1:], (cdiv(columns, size), rows, 2), weight.path)
-    dtype = contents.stored[names[1]].dtype
-    assert dtype is not None
+    dtype = check_scale(contents, names[1], BIAS_DTYPES, {(cdiv(columns, size), rows, 2)}).dtype
 
     def to_factors(value: Tensor) -> Sequence[Tensor]:
         scale, zero_point = (each.t().contiguous() for each in value[:groups, :N].unbind(-1))
@@ -102,19 +101,9 @@ def _group_size(about: dict[str, Any], layer: str, path: Path) -> int:
     return size
 
 
-def _check_factors(contents: Contents, names: list[str], shape: tuple[int, ...], path: Path) -> None:
-    for name in names:
-        tensor = contents.stored.get(name)
-        if tensor is None or tensor.dtype not in BIAS_DTYPES or tensor.shape != shape:
-            raise unfit(path, name, tensor, f"of a float dtype, {list(shape)}")
-
-
 def _add(contents: Contents, layer: str, size: int, symmetric: bool, shape: tuple[int, int], path: Path) -> None:
-    try:
-        own_size = None if size >= shape[1] else size
-        scheme = integers_scheme(4, own_size, symmetric, float_zeros=not symmetric)
-    except ValueError:
-        raise unsupported_groups(path, layer, size) from None
+    own_size = None if size >= shape[1] else size
+    scheme = scheme_in_file(path, layer, 4, own_size, symmetric, float_zeros=not symmetric)
     contents.manifest.layers[layer] = scheme
     contents.shapes[layer] = shape
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qgemm.numerics.formats import INT4
 from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import pack_codes
 
 # Temporaries have this many values at a time, which a CPU's cache holds from one step to the next.
 _PIECE = 1 << 20
@@ -42,6 +44,14 @@ def unpack_nibbles(octets: Tensor, high_first: bool = False) -> Tensor:
 def pack_nibbles(fields: Tensor) -> Tensor:
     """Bytes ``[..., n]`` from uint8 ``[..., 2 * n]``, 0 to 15."""
     return fields[..., ::2] | fields[..., 1::2] << 4
+
+
+def pack_int4(values: Tensor) -> Tensor:
+    """int8 ``[N, K]`` as a layer stores int4. Raises ``ValueError`` for values that aren't from -8 to 7."""
+    low, high = (0, 0) if values.numel() == 0 else (int(values.min()), int(values.max()))
+    if low < -8 or high > 7:
+        raise ValueError(f"its values go from {low} to {high}; those of 4 bits are from -8 to 7")
+    return pack_codes(INT4.to_codes(values))
 
 
 def select_columns(values: Tensor, columns: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from qgemm.fusion.branches import NotFused, merge
-from qgemm.fusion.diffusion_parts import fields_of, find_attention, find_layer, find_mlp, find_modulated, find_step
+from qgemm.fusion.branches import NotFused
+from qgemm.fusion.diffusion_parts import fields_of, find_attention, find_mlp, find_modulated, find_step, merge_layers
 from qgemm.fusion.probe import normal
 from qgemm.nn.blocks.diffusion import IMAGE, TEXT, BlockAttention
 from qgemm.nn.blocks.diffusion_basic import MASK, TIMESTEP, BasicBlock, FusedBasicBlock, FusedTimedBasicBlock
@@ -27,11 +27,9 @@ def find_basic(block: Any) -> BasicBlock:
         raise NotFused("it doesn't attend to itself, then to a text")
     attention, cross = (_find_plain_attention(block, name) for name in ("attn1", "attn2"))
     mlp = find_mlp(block.ff)
-    qkv = merge([find_layer(block, f"attn1.{name}") for name in ("to_q", "to_k", "to_v")])
-    key_value = merge([find_layer(block, f"attn2.{name}") for name in ("to_k", "to_v")])
-    out, query, cross_out = (
-        merge([find_layer(block, name)]) for name in ("attn1.to_out.0", "attn2.to_q", "attn2.to_out.0")
-    )
+    qkv = merge_layers(block, "attn1.to_q", "attn1.to_k", "attn1.to_v")
+    key_value = merge_layers(block, "attn2.to_k", "attn2.to_v")
+    out, query, cross_out = (merge_layers(block, name) for name in ("attn1.to_out.0", "attn2.to_q", "attn2.to_out.0"))
     parts = block, attention, qkv, out, cross, query, Source(key_value, None), cross_out, mlp
     others = {"returned": (IMAGE,), **fields_of(block)}
     if block.norm_type == "layer_norm":

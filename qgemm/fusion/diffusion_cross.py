@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from qgemm.fusion.branches import NotFused, merge
+from qgemm.fusion.branches import NotFused
 from qgemm.fusion.diffusion_parts import (
     fields_of,
     find_attention,
     find_head_norms,
-    find_layer,
     find_mlp,
     find_modulated,
     find_step,
+    merge_layers,
 )
 from qgemm.fusion.probe import normal, uniform
 from qgemm.nn.blocks.diffusion import IMAGE, TEXT, TIME
@@ -34,10 +34,8 @@ def find_wan(block: nn.Module) -> FusedCrossBlock:
     sources = [_find_source(block, "to_k", "to_v", "norm_k")]
     if block.get_submodule("attn2")._modules.get("add_k_proj") is not None:
         sources.append(_find_source(block, "add_k_proj", "add_v_proj", "norm_added_k"))
-    qkv = merge([find_layer(block, f"attn1.{name}") for name in ("to_q", "to_k", "to_v")])
-    out, query, cross_out = (
-        merge([find_layer(block, name)]) for name in ("attn1.to_out.0", "attn2.to_q", "attn2.to_out.0")
-    )
+    qkv = merge_layers(block, "attn1.to_q", "attn1.to_k", "attn1.to_v")
+    out, query, cross_out = (merge_layers(block, name) for name in ("attn1.to_out.0", "attn2.to_q", "attn2.to_out.0"))
     return FusedCrossBlock(
         block, find_modulated(block, "norm1", "FP32LayerNorm"), attention, qkv, norms, out, find_step(block, "norm2"),
         cross, query, find_step(block, "attn2.norm_q"), tuple(sources), cross_out,
@@ -47,8 +45,7 @@ def find_wan(block: nn.Module) -> FusedCrossBlock:
 
 
 def _find_source(block: nn.Module, key: str, value: str, norm: str) -> Source:
-    key_value = merge([find_layer(block, f"attn2.{name}") for name in (key, value)])
-    return Source(key_value, find_step(block, f"attn2.{norm}"))
+    return Source(merge_layers(block, f"attn2.{key}", f"attn2.{value}"), find_step(block, f"attn2.{norm}"))
 
 
 def cross_arguments(fused: FusedCrossBlock, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:

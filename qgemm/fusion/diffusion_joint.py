@@ -18,6 +18,7 @@ from qgemm.fusion.diffusion_parts import (
     find_layer,
     find_mlp,
     find_modulated,
+    merge_layers,
 )
 from qgemm.fusion.probe import normal, uniform
 from qgemm.nn.blocks.diffusion import IMAGE, TEXT, TIME, BlockAttention, Positions
@@ -147,7 +148,7 @@ def _find_single(
     act = block.get_submodule("act_mlp")
     if type(act) is not nn.GELU:
         raise NotFused(f"its activation is of class {type(act).__name__}, not GELU")
-    out, qkv = merge([find_layer(block, "proj_out")]), merge(shared[:3])
+    out, qkv = merge_layers(block, "proj_out"), merge(shared[:3])
     mlp = FusedMlp(merge(shared[3:]), out, act, GELU[act.approximate], gated=False)
     modulation = tuple(map(block.get_submodule, ("norm.silu", "norm.linear")))
     norms = find_head_norms(block, _IMAGE.head_norms)
@@ -172,7 +173,7 @@ def find_flux2_parallel(block: nn.Module) -> FusedParallelBlock:
     check_is_swiglu(module.mlp_act_fn)
     norms = find_head_norms(block, _IMAGE.head_norms)
     if norms is None or attention.head_dim != module.head_dim:
-        raise NotFused("its queries and keys have no norms, or others sizes than their heads")
+        raise NotFused("its queries and keys have no norms, or their heads another size")
     return FusedParallelBlock(
         attention, "temb_mod", find_modulated(block, "norm"), merge([into]), norms, merge([out]), "silu",
         _positions_of_all, returned=(IMAGE,), **fields_of(block),
@@ -185,7 +186,7 @@ def _find_stream(block: nn.Module, names: Names) -> Stream:
         raise NotFused(f"its modulation begins with a {type(modulation[0]).__name__}, not SiLU")
     before = tuple(find_modulated(block, name) for name in names.norms)
     mlp = find_mlp(block.get_submodule(names.mlp))
-    qkv, out = merge([find_layer(block, name) for name in names.qkv]), merge([find_layer(block, names.out)])
+    qkv, out = merge_layers(block, *names.qkv), merge_layers(block, names.out)
     own = _find_own_attention(block, names.own) if names.own else None
     return Stream(names.time, modulation, before, qkv, find_head_norms(block, names.head_norms), out, mlp, own)
 
@@ -193,11 +194,11 @@ def _find_stream(block: nn.Module, names: Names) -> Stream:
 def _find_own_attention(block: nn.Module, name: str) -> OwnAttention:
     """Stable Diffusion 3's second attention."""
     attention = find_attention(block, name, _SD3)
-    qkv, out = ([find_layer(block, f"{name}.{each}") for each in leaves] for leaves in (_LEAVES, ("to_out.0",)))
+    qkv = merge_layers(block, *(f"{name}.{leaf}" for leaf in _LEAVES))
     norms = find_head_norms(block, (f"{name}.norm_q", f"{name}.norm_k"))
     if norms is None:
         raise NotFused(f"queries and keys of {name} have no norms")
-    return OwnAttention(attention, merge(qkv), norms, merge(out))
+    return OwnAttention(attention, qkv, norms, merge_layers(block, f"{name}.to_out.0"))
 
 
 def parallel_arguments(fused: FusedParallelBlock, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from qgemm.fusion.structure import places
 from qgemm.kernels.norms import MODULATED, Norm
 from qgemm.nn.blocks.attention import HeadNorms
 from qgemm.nn.blocks.diffusion import BlockAttention
-from qgemm.nn.blocks.merged import why_apart
+from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
 
@@ -45,8 +45,8 @@ def find_mlp(module: nn.Module) -> FusedMlp:
     """diffusers' ``FeedForward`` with GELU or GEGLU, or Flux 2's with SiLU and gates."""
     if type(module).__name__ == "Flux2FeedForward":
         check_is_swiglu(module.get_submodule("act_fn"))
-        first = merge([find_layer(module, "linear_in")])
-        return FusedMlp(first, merge([find_layer(module, "linear_out")]), F.silu, "silu", gated=True)
+        first, last = (merge_layers(module, name) for name in ("linear_in", "linear_out"))
+        return FusedMlp(first, last, F.silu, "silu", gated=True)
     act: Any
     act, _, down, *_ = module.get_submodule("net").children()
     if type(act).__name__ == "GEGLU":
@@ -99,6 +99,11 @@ def find_layer(block: nn.Module, name: str) -> Any:
     if reason := why_apart([layer]):
         raise NotFused(reason)
     return layer
+
+
+def merge_layers(block: nn.Module, *names: str) -> MergedWeights:
+    """Linear layers as one product; raises as ``find_layer`` does."""
+    return merge([find_layer(block, name) for name in names])
 
 
 def fields_of(block: nn.Module, called: Collection[nn.Module] = ()) -> dict[str, Any]:

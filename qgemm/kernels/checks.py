@@ -15,8 +15,8 @@ from qgemm.kernels.norms import NormCall
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FLOAT_DTYPES, FORMATS, FP8, FP8_DTYPES, INT8, OPERANDS
+from qgemm.numerics.groups import stored_weight
 from qgemm.numerics.integers import cdiv
-from qgemm.numerics.packing import packed_width
 
 GROUP_SCALE_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.float8_e4m3fn)
 
@@ -243,11 +243,10 @@ def check_weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor |
         raise ValueError(f"format is {format!r}; it must be one of {sorted(FORMATS)}")
     if group_size < 1:
         raise ValueError(f"group_size is {group_size}; it must be at least 1")
-    is_packed = form.bits == 4
     N, scales = values.shape[0] if values.ndim else 0, cdiv(in_features, group_size)
-    columns, stored = (packed_width(in_features), torch.uint8) if is_packed else (in_features, form.storage)
+    whole, stored = stored_weight(N, in_features, form)
     for name, tensor, dtypes, shape in (
-        ("weight", values, (stored,), (N, columns)),
+        ("weight", values, (stored,), whole),
         ("scale", scale, GROUP_SCALE_DTYPES, (N, scales)),
         ("zero_point", zero_point, (torch.int8, *FLOAT_DTYPES), (N, scales)),
         ("global_scale", global_scale, (torch.float32,), (2,)),

@@ -277,7 +277,7 @@ def _warn_of_coverage(layers: list[Layer]) -> None:
 
 def parameter_bytes(module: nn.Module) -> int:
     """The size of the parameters that ``module`` itself holds, in bytes."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters(recurse=False))
+    return sum(parameter.nbytes for parameter in module.parameters(recurse=False))
 
 
 def _derive_record(name: str, layer: QuantLayer, dtype: torch.dtype) -> LayerRecord:

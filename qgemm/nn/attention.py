@@ -130,12 +130,9 @@ class QuantMultiheadAttention(nn.Module):
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         if mask is not None:
             mask = F.pad(mask, (0, k.shape[2] - mask.shape[3]))
-        dropout = self.dropout if self.training else 0.0
-        weights = None
+        dropout, weights = self.dropout if self.training else 0.0, None
         if need_weights:
-            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
-            weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
-            out = weights @ v
+            out, weights = self._attend_with_weights(q, k, v, mask, dropout)
             weights = weights.mean(dim=1) if average_attn_weights else weights
         elif is_causal and key_padding_mask is None:  # in this case PyTorch hides added keys too
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
@@ -147,6 +144,13 @@ class QuantMultiheadAttention(nn.Module):
         else:
             rows = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)
         return self.out_proj(rows.flatten(-2)), weights
+
+    def _attend_with_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
+    ) -> tuple[Tensor, Tensor]:
+        scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
+        weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
+        return weights @ v, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each in the shape of its input; inputs that are the same tensor share a product."""
@@ -343,10 +347,7 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 def _close(
     attention: Any, bias: nn.Parameter | None = None, out_proj: type[nn.Module] = NonDynamicallyQuantizableLinear
 ) -> None:
-    """Closes one.
-
-    ``bias``: its former ``in_proj_bias``; None takes its layers'. ``out_proj``: the class of its output projection.
-    """
+    """Undoes ``_open``. ``bias``: the former ``in_proj_bias``; None for the layers'. ``out_proj``: its class."""
     own = attention.in_proj_bias if bias is None else bias
     attention.__class__ = nn.MultiheadAttention
     layers: dict[str, Any] = dict(attention._modules)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -230,7 +230,7 @@ class LinearLayer(QuantLayer):
         ``input_scale`` or ``outlier_columns`` doesn't fit ``scheme``; ``TypeError`` if ``linear`` isn't a linear layer.
         ``linear`` is unchanged; the two share the bias.
         """
-        if not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
+        if not is_float_linear(linear):
             kind = type(linear).__name__
             raise TypeError(f"linear is a {kind}; from_linear takes an nn.Linear or transformers' Conv1D")
         source = linear_weight(linear).detach()
@@ -403,6 +403,11 @@ def linear_weight(linear: nn.Module) -> Tensor:
     """The weight ``[out_features, in_features]`` of a linear layer; transformers' ``Conv1D`` stores its transpose."""
     weight: Tensor = linear.weight  # type: ignore[assignment]
     return weight.t() if is_conv1d(linear) else weight
+
+
+def is_float_linear(module: nn.Module | None) -> TypeGuard[nn.Module]:
+    """Whether ``module`` is an ``nn.Linear``, or transformers' ``Conv1D``."""
+    return isinstance(module, nn.Linear) or (module is not None and is_conv1d(module))
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -21,7 +21,6 @@ from qgemm.nn.shard import Shard, Split, Style
 from qgemm.numerics import groups
 from qgemm.numerics.formats import FLOAT_DTYPES, Format
 from qgemm.numerics.integers import cdiv
-from qgemm.numerics.packing import packed_width
 from qgemm.ops.linear import weight_only_linear
 from qgemm.scheme import QuantScheme
 
@@ -73,12 +72,9 @@ class WeightOnlyLinear(LinearLayer):
         """``bias`` in ``dtype``."""
         N, K, form, scheme = self.out_features, self.in_features, self.form, self.scheme.weight
         self._take_numbers()
-        if form.bits == 4:
-            zeros = form.zero_code | form.zero_code << 4
-            weight = torch.full((N, packed_width(K)), zeros, dtype=torch.uint8, device=device)
-        else:
-            weight = torch.zeros(N, K, dtype=form.storage, device=device)
-        self.weight = frozen(weight)
+        shape, storage = groups.stored_weight(N, K, form)
+        zeros = form.zero_code | form.zero_code << 4 if form.bits == 4 else 0
+        self.weight = frozen(torch.full(shape, zeros, dtype=storage, device=device))
         self.bias = self.empty_bias(device, dtype)
         scales, stored_as = (N, cdiv(K, self.group_size)), groups.SCALE_DTYPES[scheme.scale_dtype]
         unknown = 255 if scheme.scale_dtype == "e8m0" else torch.nan

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from qgemm.numerics.formats import FP8, INT4, MIN_SCALE, Format
 from qgemm.numerics.integers import cdiv
-from qgemm.numerics.packing import pack_codes, unpack_codes
+from qgemm.numerics.packing import pack_codes, packed_width, unpack_codes
 
 SCALE_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -192,6 +192,11 @@ def quantize_groups(
     """Rounds float ``[n, K]`` to nearest: values of ``form``, ``[n, K]``, and ``plain_scales``."""
     scale, zero_point = plain_scales(weight, group_size, form, dtype, global_scale)
     return round_groups(weight.float(), scale, zero_point, group_size, form), scale, zero_point
+
+
+def stored_weight(N: int, K: int, form: Format) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape and dtype of what ``store_values`` returns for ``[N, K]``."""
+    return ((N, packed_width(K)), torch.uint8) if form.bits == 4 else ((N, K), form.storage)
 
 
 def store_values(values: Tensor, form: Format) -> Tensor:

@@ -110,12 +110,7 @@ def quantize_checkpoint(
                     shards = _Shards(opened, plan, workspace, save.metadata, update)
                     _write_shards(shards, devices[0], others, workspace.lock)
                 errors = {layer: e for file in workspace.finished.values() for layer, e in file.errors.items()}
-                for name, text in plan.text_files(errors, save).items():
-                    with workspace.create(name) as file:
-                        file.write(text)
-                for path in companions:
-                    with workspace.create(str(path)) as file:
-                        copy_companion(source / path, file)
+                _write_others(plan.text_files(errors, save), source, companions, workspace)
                 opened.check_unchanged(digests=True)
                 workspace.publish()
     return plan.report(errors)
@@ -141,10 +136,14 @@ def _prepared(plan: CheckpointPlan, workspace: Workspace, progress: bool | None)
     with tqdm(desc="verify", unit="B", unit_scale=True, disable=hide, leave=False) as bar:
         workspace.recover(plan.shards, bar.update)
     _check_room(plan, workspace)
-    sizes = {file_name: plan.shard(file_name).bytes_to_read for file_name in plan.shards}
-    done = sum(sizes[file_name] for file_name in workspace.finished)
-    with tqdm(total=sum(sizes.values()), initial=done, desc="quantize", unit="B", unit_scale=True, disable=hide) as bar:
+    done, total = _done(plan, workspace), sum(plan.bytes_to_read.values())
+    with tqdm(total=total, initial=done, desc="quantize", unit="B", unit_scale=True, disable=hide) as bar:
         yield bar.update
+
+
+def _done(plan: CheckpointPlan, workspace: Workspace) -> int:
+    """The number of bytes of float values that the finished files are made from."""
+    return sum(plan.bytes_to_read[file_name] for file_name in workspace.finished)
 
 
 class _Shards:
@@ -161,7 +160,7 @@ class _Shards:
         """``metadata``: as for ``write_shard``. ``update`` gets the number of bytes of float values processed."""
         left = (file_name for file_name in plan.shards if file_name not in workspace.finished)
         # The largest first, because at the end all others wait for the thread with the last file.
-        self.left = sorted(left, key=lambda file_name: -plan.shard(file_name).bytes_to_read)
+        self.left = sorted(left, key=lambda file_name: -plan.bytes_to_read[file_name])
         self.failure: BaseException | None = None
         self._source, self._plan, self._workspace, self._metadata = source, plan, workspace, metadata
         self._update = update
@@ -245,6 +244,16 @@ def _write_shards(shards: _Shards, device: torch.device, workers: list[Worker], 
                 worker.stop()
 
 
+def _write_others(texts: Mapping[str, bytes], source: Path, companions: Iterable[Path], workspace: Workspace) -> None:
+    """Writes the checkpoint's JSON files, and copies those beside the weights in ``source``."""
+    for name, text in texts.items():
+        with workspace.create(name) as file:
+            file.write(text)
+    for path in companions:
+        with workspace.create(str(path)) as file:
+            copy_companion(source / path, file)
+
+
 def _devices(device: torch.device | str, workers: int) -> list[torch.device]:
     """The device on which each process quantizes."""
     if not isinstance(workers, int) or isinstance(workers, bool):
@@ -289,12 +298,10 @@ def _interruptible(plan: CheckpointPlan, workspace: Workspace, resume: bool) -> 
     except KeyboardInterrupt as interrupt:
         if not workspace.content.exists():  # it is already published
             raise
-        sizes = {file_name: plan.shard(file_name).bytes_to_read for file_name in plan.shards}
-        done = sum(sizes[file_name] for file_name in workspace.finished)
-        done += sum(begun.read for begun in workspace.begun.values())
+        done = _done(plan, workspace) + sum(begun.read for begun in workspace.begun.values())
+        share = done / max(1, sum(plan.bytes_to_read.values()))
         raise KeyboardInterrupt(
-            f"{done / max(1, sum(sizes.values())):.0%} of the work is done, and kept in {workspace.folder}; "
-            f"{_goes_on(resume)}"
+            f"{share:.0%} of the work is done, and kept in {workspace.folder}; {_goes_on(resume)}"
         ) from interrupt
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,6 +64,11 @@ class CheckpointPlan:
         weights = {each.name: each for name in names if (each := self.weights.get(name)) is not None}
         copied = {name: self.copied[name] for name in names if name in self.copied}
         return ShardPlan({name: self.tensors[name] for name in names}, list(weights.values()), copied)
+
+    @cached_property
+    def bytes_to_read(self) -> dict[str, int]:
+        """The number of bytes of float values that each file is made from."""
+        return {file_name: self.shard(file_name).bytes_to_read for file_name in self.shards}
 
     def report(self, errors: Mapping[str, float]) -> QuantReport:
         """The model's report; ``errors``: those of the quantized weights, by name."""

@@ -12,6 +12,7 @@ from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.gguf import find_gguf
 from qgemm.checkpoint.layout import read_json
+from qgemm.model.report import QuantReport
 from qgemm.model.selection import Pattern, SchemeChoice, shown_pattern
 from qgemm.scheme import QuantScheme
 from qgemm.tables import size
@@ -56,9 +57,7 @@ def quantize(
     elif scheme or skip or include or recipe is not None or input_scales is not None:
         raise ValueError("--config replaces --scheme, --skip, --include, --input-scales and --recipe: omit those")
     else:
-        wanted = _read_config(config)
-        by_pattern = {shown_pattern(pattern): each and each.name for pattern, each in wanted.schemes.items()}
-        schemes = [each.name for each in wanted.options] or by_pattern
+        wanted, schemes = _read_config(config)
     calibration = None if statistics is None else Calibration.load(statistics)
     windows = None if text is None else Windows(text, samples, length)
     from_files = windows is None and not wanted.goes_by_blocks(())
@@ -72,12 +71,12 @@ def quantize(
         report = qgemm.quantize_checkpoint(source, destination, schemes, **given, **options)
     else:
         report, count = quantize_calibrated(source, destination, wanted, windows, **options)
+    about = {"source": str(source), "destination": str(destination), "scheme": schemes, "recipe": report.recipe}
+    return {**about, "windows": count, **_figures(report)}
+
+
+def _figures(report: QuantReport) -> dict[str, Any]:
     return {
-        "source": str(source),
-        "destination": str(destination),
-        "scheme": schemes,
-        "recipe": report.recipe,
-        "windows": count,
         "quantized": len(report.quantized),
         "kept": len(report.kept),
         "coverage": report.coverage,
@@ -88,13 +87,15 @@ def quantize(
     }
 
 
-def _read_config(path: Path) -> Quantization:
+def _read_config(path: Path) -> tuple[Quantization, Any]:
+    """The settings in a file, and their schemes by name."""
     wanted = Quantization.load(path)
     if wanted.device is not None or wanted.resume_folder is not None:
         raise ValueError(
             f"{path}: the device and the folder to resume from are options of the command: leave them out of the file"
         )
-    return wanted
+    by_pattern = {shown_pattern(pattern): each and each.name for pattern, each in wanted.schemes.items()}
+    return wanted, [each.name for each in wanted.options] or by_pattern
 
 
 def _refuse_options_for_files(drop: Sequence[str], workers: int, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,14 +107,17 @@ def test_folds_of(family: str) -> None:
     assert set(refused) == set(block.layers) - folded
 
 
+def rescale(block: Block, scales: Callable[[int], Tensor]) -> None:
+    for fold in find_folds(block)[0]:
+        K = input_weights(block.model.get_submodule(fold.layers[0]))[0].shape[-1]
+        fold.apply(block, fold.tie(scales(K)))
+
+
 @pytest.mark.parametrize("family", [*EXPECTED, "t5", "whisper", "gpt_oss"])
 def test_folds_change_nothing_but_rounding(family: str) -> None:
     example, block = build(family)
     expected = example.output()
-    folds, _ = find_folds(block)
-    for fold in folds:
-        K = input_weights(block.model.get_submodule(fold.layers[0]))[0].shape[-1]
-        fold.apply(block, fold.tie(torch.empty(K).uniform_(0.3, 3.0)))
+    rescale(block, lambda K: torch.empty(K).uniform_(0.3, 3.0))
     # Measured: up to 3e-6.
     assert (example.output() - expected).norm() < 2e-5 * expected.norm()
 
@@ -122,10 +126,7 @@ def test_folds_change_nothing_but_rounding(family: str) -> None:
 def test_powers_of_two_keep_the_bits(family: str) -> None:
     example, block = build(family)
     expected = example.output()
-    folds, _ = find_folds(block)
-    for fold in folds:
-        K = input_weights(block.model.get_submodule(fold.layers[0]))[0].shape[-1]
-        fold.apply(block, fold.tie(2.0 ** torch.randint(-3, 4, (K,))))
+    rescale(block, lambda K: 2.0 ** torch.randint(-3, 4, (K,)))
     assert torch.equal(example.output(), expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def random_blocks(kind: str, *shape: int, seed: int = 0, std: float = 0.02) -> A
     # The whole numbers that the factors multiply, roughly.
     size = {"Q2_K": 16, "Q3_K": 40, "Q4_K": 256, "Q5_K": 512, "Q6_K": 1000, "IQ4_NL": 60, "IQ4_XS": 800, "Q8_0": 70}
     size |= {"IQ2_XXS": 60, "IQ2_XS": 60, "IQ2_S": 60, "IQ3_XXS": 140, "IQ3_S": 130}
-    for start in HALVES[kind]:
+    for start in HALVES.get(kind, ()):  # none of a type that qgemm doesn't read
         factor = rng.uniform(0.5, 2, blocks.shape[:-1]) * rng.choice((-1, 1), blocks.shape[:-1])
         halves = (std / size.get(kind, 8) * factor).astype("<f2")
         blocks[..., start : start + 2] = halves[..., None].view(np.uint8)
@@ -69,6 +70,25 @@ def write_file(path: Path, architecture: str, settings: dict[str, Any], tensors:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def text(value: str) -> bytes:
+    """As files hold it."""
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def setting(name: str, kind: int, value: bytes) -> bytes:
+    """One of a file, of a ``kind`` by its number."""
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def entry(name: str = "a", shape: tuple[int, ...] = (4,), kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
+
+
+def whole(*parts: bytes, version: int = 3, settings: int = 0, tensors: int = 1, body: int = 4096) -> bytes:
+    header = b"GGUF" + struct.pack("<IQQ", version, tensors, settings) + b"".join(parts)
+    return header + bytes(-len(header) % 32 + body)
 
 
 def random_tensors(model: nn.Module, architecture: str, kind: str) -> Tensors:

@@ -16,17 +16,12 @@ from checkpoint.test_gguf_experts import check_same_when_saved
 from qgemm import CheckpointError
 from qgemm.checkpoint.gguf import read_gguf
 
+WRITERS = {**dict.fromkeys(KINDS, write_deepseek), **dict.fromkeys(GLM_KINDS, write_glm)}
 
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.parametrize("kind", WRITERS)
 def test_models(kind: str, tmp_path: Path) -> None:
-    wanted = write_deepseek(tmp_path / "a.gguf", kind)
-    check_same_when_saved(tmp_path / "a.gguf", wanted)
-
-
-@pytest.mark.parametrize("kind", GLM_KINDS)
-def test_glm(kind: str, tmp_path: Path) -> None:
-    wanted = write_glm(tmp_path / "a.gguf", kind)
-    check_same_when_saved(tmp_path / "a.gguf", wanted)
+    check_same_when_saved(tmp_path / "a.gguf", WRITERS[kind](tmp_path / "a.gguf", kind))
 
 
 def test_latents(tmp_path: Path) -> None:
@@ -82,10 +77,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "other keys": ("kimi", {"more": {"blk.0.attn_k_b.weight": np.ones((256, 32), "f4")}}, r"has shape \[256, 32\]"),
     "keys alone": ("kimi", {"without": "blk.1.attn_v_b"}, "holds tensors that the model doesn't have: blk.1.attn_k_b"),
     "both": ("kimi", {"more": {"blk.0.attn_kv_b.weight": np.ones((256, 64), "f4")}}, "holds both blk.0.attn_k_b"),
-}
-
-
-OF_GLM: dict[str, tuple[str, dict[str, Any], str]] = {
     "softmax": ("air", {"expert_gating_func": 1}, "expert_gating_func is 1, and in transformers' model 2"),
     "positions of images": ("air", {"rope__dimension_sections": [8, 4, 4, 0]}, "states rope.dimension_sections, which"),
     "too many rotated": ("air", {"rope__dimension_count": 64}, "heads have 32 values, of which 64 are rotated"),
@@ -101,17 +92,9 @@ def test_what_is_not_stated(tmp_path: Path) -> None:
     assert (config["partial_rotary_factor"], config["rope_theta"]) == (1.0, 10000.0)
 
 
-@pytest.mark.parametrize("case", OF_GLM)
-def test_refused_of_glm(case: str, tmp_path: Path) -> None:
-    kind, changes, problem = OF_GLM[case]
-    write_glm(tmp_path / "a.gguf", kind, **changes)
-    with pytest.raises(CheckpointError, match=problem):
-        qgemm.load_quantized(tmp_path)
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, tmp_path: Path) -> None:
     kind, changes, problem = REFUSED[case]
-    write_deepseek(tmp_path / "a.gguf", kind, **changes)
+    WRITERS[kind](tmp_path / "a.gguf", kind, **changes)
     with pytest.raises(CheckpointError, match=problem):
         qgemm.load_quantized(tmp_path)

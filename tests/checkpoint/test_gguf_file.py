@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGUFEndian, GGUFReader, GGUFWriter
 
-from checkpoint.gguf_files import random_blocks, write_file
+from checkpoint.gguf_files import entry, random_blocks, setting, text, whole, write_file
 from qgemm.checkpoint import CheckpointError
 from qgemm.checkpoint.gguf_file import GgufFile, header_of
 from qgemm.checkpoint.tensor_file import Place
@@ -69,23 +69,6 @@ def test_a_header_without_values(tmp_path: Path) -> None:
     assert [(tensor.name, tensor.n_elements) for tensor in header.tensors] == [("a", 0), ("ü", 0)]
     with GgufFile(tmp_path / "b.gguf") as file:
         assert [place.shape for place in file.places.values()] == [(0,), (0,)]
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def setting(name: str, kind: int, value: bytes) -> bytes:
-    return text(name) + struct.pack("<I", kind) + value
-
-
-def entry(name: str = "a", shape: tuple[int, ...] = (4,), kind: int = 0, offset: int = 0) -> bytes:
-    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
-
-
-def whole(*parts: bytes, version: int = 3, settings: int = 0, tensors: int = 1, body: int = 4096) -> bytes:
-    header = b"GGUF" + struct.pack("<IQQ", version, tensors, settings) + b"".join(parts)
-    return header + bytes(-len(header) % 32 + body)
 
 
 def of_setting(kind: int, value: bytes, name: str = "x") -> bytes:

@@ -167,7 +167,7 @@ def test_fp4_with_inputs_in_fp8(tmp_path: Path) -> None:
         ),
         (
             {"weight": E4M3, "weight_scale": torch.ones(32, 1, dtype=torch.uint8)},
-            r"0.weight_scale is torch.uint8 \[32, 1\]; it must be torch.uint8 and \[32, 2\]",
+            r"0.weight_scale is torch.uint8 \[32, 1\]; it must be torch.uint8, \[32, 2\]",
         ),
         (
             {"weight": torch.zeros(16, 64, dtype=torch.uint8), "weight_scale": torch.ones(32, 1)},

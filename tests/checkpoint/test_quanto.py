@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
         {**I8, "a.weight._data": torch.ones(8, 4, 4, 4).char()},
         r"reads int8 and e4m3, \[N, K\], so deq",
     ),
-    "no scale": ({"a.weight._data": I8["a.weight._data"]}, "layer a.weight has no _scale"),
+    "no scale": ({"a.weight._data": I8["a.weight._data"]}, "a.weight._scale is missing"),
     "scales of groups": ({**I8, "a.weight._scale": torch.ones(8, 2)}, r"a.weight._scale is .*\[8, 2\]"),
     "no scales": ({k: v for k, v in GOOD.items() if k != "a.weight._scale"}, "a.weight._scale is missing"),
     "no shift": (

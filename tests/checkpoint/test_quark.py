@@ -275,10 +275,10 @@ REFUSED: dict[str, tuple[Tensors, Any, Any, str]] = {
         {**INT8, "weight": INT8["weight"].view(torch.uint8)},
         step("uint8"),
         None,
-        r"a.weight_zero_point is torch.int8 \[16\]; it must be torch.uint8 and \[\] or \[16\]",
+        r"a.weight_zero_point is torch.int8 \[16\]; it must be torch.uint8, \[\] or \[16\]",
     ),
     "an input's zero point": ({**INT8, **SHIFTED}, I8, STATIC8, "zero point of the input is not 0"),
-    "no input_scale": (INT8, I8, STATIC8, "layer a has no input_scale"),
+    "no input_scale": (INT8, I8, STATIC8, "a.input_scale is missing"),
     "no zero point of inputs": (INT8, I8, {**STATIC8, "dtype": "uint8"}, "a.input_zero_point is missing; it must be t"),
     "an old layout": (
         {**INT4, "weight_scale": INT4["weight_scale"].t().contiguous()},
@@ -292,7 +292,7 @@ REFUSED: dict[str, tuple[Tensors, Any, Any, str]] = {
         {**INT4, "weight_zero_point": torch.ones(2, 16)},
         {**I4, "symmetric": False},
         None,
-        r"a.weight_zero_point is torch.float32 \[2, 16\]; it must be torch.int32 and \[2, 2\]",
+        r"a.weight_zero_point is torch.float32 \[2, 16\]; it must be torch.int32, \[2, 2\]",
     ),
     "another dtype": (INT8, step("int4"), None, r"a.weight is torch.int8 \[16, 64\]; it must be torch.int32, \[N, K\]"),
 }

@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
     ),
     "2 bits": ({}, intx("int2"), r"a has values of 'int2'; qgemm reads int4 and int8"),
     "no bits": ({}, attributes("IntxUnpackedToInt8Tensor"), r"a has values of None"),
-    "too large": ({}, intx("int4"), r"_weight_qdata: its values go from -12\d to 12\d; int4's are from -8 to 7"),
+    "too large": ({}, intx("int4"), r"_qdata: its values go from -12\d to 12\d; those of 4 bits are from -8 to 7"),
     "groups of 8": (
         {"a._weight_scale": torch.ones(16, 8)},
         intx("int8", block_size=[1, 8]),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint.foreign import logits, same_tensors
-from checkpoint.gguf_files import random_tensors, write_file
+from checkpoint.gguf_files import entry, random_tensors, setting, text, whole, write_file
 from checkpoint.gguf_mixtures import write_gpt_oss
 from checkpoint.gguf_models import float_model, settings_of
 
@@ -116,21 +116,14 @@ def test_what_is_wrong_with_a_file(llama: Path) -> None:
     assert found["refusal"] in run_failing("compare", llama, llama)
 
 
-def _text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def _write_header(
-    path: Path, entries: bytes, tensors: int, setting: bytes = _text("x") + struct.pack("<IB", 0, 0)
-) -> None:
-    counts = struct.pack("<IQQ", 3, tensors, 2)
-    architecture = _text("general.architecture") + struct.pack("<I", 8) + _text("\x1b[31m")
-    path.write_bytes(b"GGUF" + counts + architecture + setting + entries + bytes(4096))
+def _write_header(path: Path, entries: bytes, tensors: int, other: bytes = setting("x", 0, b"\0")) -> None:
+    architecture = setting("general.architecture", 8, text("\x1b[31m"))
+    path.write_bytes(whole(architecture, other, entries, settings=2, tensors=tensors))
 
 
 def _entry(name: str, *shape: int) -> bytes:
     """A tensor of Q8_0."""
-    return _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), 8, 0)
+    return entry(name, shape, kind=8)
 
 
 def test_a_file_cannot_hold_up_the_command_or_write_to_a_terminal(tmp_path: Path) -> None:
@@ -143,7 +136,7 @@ def test_a_file_cannot_hold_up_the_command_or_write_to_a_terminal(tmp_path: Path
         assert "\u202e" not in output
     _write_header(path, b"", 10**6)
     assert "it has 1000000 tensors, more than 65536" in run_failing("inspect", path)
-    _write_header(path, b"", 0, _text("x") + struct.pack("<IIQ", 9, 0, 10**9))
+    _write_header(path, b"", 0, setting("x", 9, struct.pack("<IQ", 0, 10**9)))
     assert "its lists have 1000000000 values, more than 4194304" in run_failing("inspect", path)
     _write_header(path, b"".join(_entry(f"{each}_exps.weight", 1 << 16, 0, 32) for each in range(5)), 5)
     assert "it has more than 262144 tensors" in run_failing("inspect", path)

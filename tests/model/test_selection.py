@@ -10,9 +10,10 @@ import pytest
 import torch
 from families import FAMILIES
 from families.mixtures import MIXTURES
-from torch import Tensor, nn
+from torch import nn
 
 import qgemm
+from model.stack import Stack, reasons_of
 from qgemm import QuantLinear
 from qgemm.calibration import GPTQ, Budget
 from qgemm.model.report import report
@@ -20,34 +21,8 @@ from qgemm.numerics.formats import INT8
 from qgemm.quantize import quantize_model
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(32, 48)
-        self.down = nn.Linear(48, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.out = nn.Linear(32, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
-
-
 def _actions(model: nn.Module) -> dict[str, str]:
     return {record.name: record.action for record in report(model).records}
-
-
-def _reasons(model: nn.Module) -> dict[str, str]:
-    return {record.name: record.reason for record in report(model).kept}
 
 
 UPS, DOWNS = ("layers.0.up", "layers.1.up"), ("layers.0.down", "layers.1.down")
@@ -78,7 +53,7 @@ def test_include_overrules_rules() -> None:
     model = MIXTURES["qwen2_moe"]().model
     gate = "model.layers.0.mlp.shared_expert_gate"
     quantize_model(model, include=gate)
-    reasons = _reasons(model)
+    reasons = reasons_of(model)
     assert gate not in reasons
     assert "routes tokens" in reasons["model.layers.1.mlp.shared_expert_gate"]
 
@@ -116,21 +91,21 @@ def test_a_tied_head_stays_tied_under_include() -> None:
         quantize_model(model, include="lm_head")
     # Beside others it is passed over.
     quantize_model(model, include="*")
-    assert set(_reasons(model)) == {"lm_head"}
+    assert set(reasons_of(model)) == {"lm_head"}
 
 
 def test_skip_wins_over_include() -> None:
     model = quantize_model(FAMILIES["llama"]().model, include="*", skip="lm_head")
-    assert _reasons(model) == {"lm_head": "skip='lm_head'"}
+    assert reasons_of(model) == {"lm_head": "skip='lm_head'"}
     with pytest.raises(ValueError, match=r"include: 'lm_head' matches only .*: 1 x skip='\*head'"):
         quantize_model(FAMILIES["llama"]().model, include="lm_head", skip="*head")
 
 
 def test_wrong_types_of_include() -> None:
     with pytest.raises(TypeError, match="include holds 3"):
-        quantize_model(Net(), include=[3])  # type: ignore[list-item]
+        quantize_model(Stack(2), include=[3])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="include is 3"):
-        quantize_model(Net(), include=3)  # type: ignore[arg-type]
+        quantize_model(Stack(2), include=3)  # type: ignore[arg-type]
 
 
 def test_what_is_included_is_calibrated_and_measured() -> None:
@@ -146,7 +121,7 @@ def test_what_is_included_is_calibrated_and_measured() -> None:
 
 def test_the_first_pattern_that_matches_counts() -> None:
     schemes = {"layers.0.up": "int4-channel", "*.up": "int4", "out": None, re.compile("layers"): "int8"}
-    model = quantize_model(Net(), schemes)
+    model = quantize_model(Stack(2), schemes)
     assert _actions(model) == {
         "layers.0.up": "int4-channel",
         "layers.0.down": "int8",
@@ -154,14 +129,14 @@ def test_the_first_pattern_that_matches_counts() -> None:
         "layers.1.down": "int8",
         "out": "float",
     }
-    assert _reasons(model) == {"out": "scheme={'out': None}"}
+    assert reasons_of(model) == {"out": "scheme={'out': None}"}
     assert model(torch.randn(3, 32)).isfinite().all()
 
 
 def test_layers_that_no_pattern_matches_stay() -> None:
-    model = quantize_model(Net(), {"*.up": qgemm.SCHEMES["int8"]})
-    assert set(_reasons(model)) == {*DOWNS, "out"}
-    assert set(_reasons(model).values()) == {"no pattern of scheme matches it"}
+    model = quantize_model(Stack(2), {"*.up": qgemm.SCHEMES["int8"]})
+    assert set(reasons_of(model)) == {*DOWNS, "out"}
+    assert set(reasons_of(model).values()) == {"no pattern of scheme matches it"}
 
 
 @pytest.mark.parametrize("name", ["[x]", "a[0]"])
@@ -172,13 +147,13 @@ def test_a_name_that_looks_like_a_pattern(name: str) -> None:
 
 
 def test_skip_and_include_beside_schemes_by_pattern() -> None:
-    model = quantize_model(Net(), {"*.up": "int4", "*": "int8"}, skip=["layers.0.up", "out"])
-    assert _reasons(model) == {"layers.0.up": "skip='layers.0.up'", "out": "skip='out'"}
+    model = quantize_model(Stack(2), {"*.up": "int4", "*": "int8"}, skip=["layers.0.up", "out"])
+    assert reasons_of(model) == {"layers.0.up": "skip='layers.0.up'", "out": "skip='out'"}
     llama = quantize_model(FAMILIES["llama"]().model, {"lm_head": "int4", "*": "int8"}, include="lm_head")
     assert _actions(llama)["lm_head"] == "int4"
     # A default stays one: a pattern that matches it is no wish to quantize it.
     llama = quantize_model(FAMILIES["llama"]().model, {"lm_head": "int4", "*": "int8"})
-    assert _reasons(llama) == {"lm_head": "output head"}
+    assert reasons_of(llama) == {"lm_head": "output head"}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +168,7 @@ def test_skip_and_include_beside_schemes_by_pattern() -> None:
     ],
 )
 def test_schemes_by_pattern_that_do_not_fit(scheme: Any, message: str) -> None:
-    model = Net()
+    model = Stack(2)
     with pytest.raises(ValueError, match=message):
         quantize_model(model, scheme)
     assert not any(isinstance(module, QuantLinear) for module in model.modules())
@@ -201,22 +176,22 @@ def test_schemes_by_pattern_that_do_not_fit(scheme: Any, message: str) -> None:
 
 def test_keys_that_are_no_patterns() -> None:
     with pytest.raises(TypeError, match="scheme holds 3"):
-        quantize_model(Net(), {3: "int8"})  # type: ignore[dict-item]
+        quantize_model(Stack(2), {3: "int8"})  # type: ignore[dict-item]
 
 
 def test_a_budget_takes_no_mapping() -> None:
     with pytest.raises(ValueError, match="a mapping of schemes can't be combined with a budget"):
-        quantize_model(Net(), {"*": "int8"}, budget=Budget(error=1.0), calibration=BATCHES)
+        quantize_model(Stack(2), {"*": "int8"}, budget=Budget(error=1.0), calibration=BATCHES)
 
 
 def test_scales_are_wanted_for_static_layers_alone() -> None:
     schemes = {"*.up": "int8-static", "*": "int8"}
     with pytest.raises(ValueError, match=r"'int8-static' needs .* 'layers.0.up', 'layers.1.up'"):
-        quantize_model(Net(), schemes)
-    model = quantize_model(Net(), schemes, input_scales=dict.fromkeys(UPS, 0.5))
+        quantize_model(Stack(2), schemes)
+    model = quantize_model(Stack(2), schemes, input_scales=dict.fromkeys(UPS, 0.5))
     assert [_actions(model)[name] for name in ("layers.0.up", "layers.0.down")] == ["int8-static", "int8"]
     # Scales of more layers, as a calibration of the whole model has them, do no harm.
-    net = Net()
+    net = Stack(2)
     with qgemm.calibrate(net) as calibration:
         net(*BATCHES)
     by_scales = quantize_model(net, schemes, input_scales=calibration.input_scales("int8-static"))
@@ -226,7 +201,7 @@ def test_scales_are_wanted_for_static_layers_alone() -> None:
 @pytest.mark.parametrize("options", [{}, {"recipe": [GPTQ()]}, {"device": "cpu"}])
 def test_batches_calibrate_static_layers_alone(options: dict[str, Any]) -> None:
     schemes = {"*.up": "int8-static", "*.down": "int4", "*": "int8"}
-    model = quantize_model(Net(), schemes, calibration=BATCHES, **options)
+    model = quantize_model(Stack(2), schemes, calibration=BATCHES, **options)
     actions = _actions(model)
     assert {actions[name] for name in UPS} == {"int8-static"}
     assert {actions[name] for name in DOWNS} == {"int4"}
@@ -237,7 +212,7 @@ def test_batches_calibrate_static_layers_alone(options: dict[str, Any]) -> None:
 
 
 def test_schemes_with_columns_or_rotations_by_pattern_go_block_by_block() -> None:
-    model = quantize_model(Net(), {"*.up": "int8-outliers-16", "*": "int8-static-hadamard"}, calibration=BATCHES)
+    model = quantize_model(Stack(2), {"*.up": "int8-outliers-16", "*": "int8-static-hadamard"}, calibration=BATCHES)
     assert _actions(model)["layers.1.up"] == "int8-outliers-16"
     assert _actions(model)["layers.1.down"] == "int8-static-hadamard"
 

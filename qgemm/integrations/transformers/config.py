@@ -52,9 +52,8 @@ class QGemmConfig(QuantizationConfigMixin):
     ) -> None:
         """``scheme``: None means ``"int8"``; layers quantized by another library then stay as they are.
 
-        Raises ``ValueError`` for an unknown scheme, or one that can't be applied while a model loads.
-
-        Raises ``TypeError`` and ``ValueError`` as ``quantize_model`` does for an invalid recipe or calibration.
+        Raises ``ValueError`` for a scheme that can't be applied while a model loads, and ``ValueError`` and
+        ``TypeError`` as ``quantize_model`` does for an unknown scheme and an invalid recipe or calibration.
         """
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.asked_scheme = scheme

@@ -185,9 +185,8 @@ class QGemmQuantizer(HfQuantizer):
         return dequantized
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-        wanted: torch.dtype | None = (
-            getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        )  # text in a saved config
+        # A saved config has it as text.
+        wanted: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         admit(model.config)
         layers = quant_layers(model)
         if any(layer.shard is not None for layer in layers.values()):

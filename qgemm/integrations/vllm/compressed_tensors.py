@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 
 from qgemm.integrations.vllm.compiling import extend_compiler
 from qgemm.nn.quant_layer import frozen
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.zero_points import correction
 from qgemm.ops import quant_linear
 
@@ -76,10 +77,10 @@ class QGemmInt8Kernel(Int8ScaledMMLinearKernel):
 
 def _one_range(scales: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
     """The scale and the zero point whose range contains the ranges of all ``scales`` and ``points``."""
-    wide = points.to(torch.int32)
-    highest, lowest = (scales * (127 - wide)).max(), (scales * (-128 - wide)).min()
-    scale = (highest - lowest) / 255
-    return scale, (-128 - lowest / scale).round().to(torch.int8)
+    form, wide = INT8.asymmetric, points.to(torch.int32)
+    highest, lowest = (scales * (form.high - wide)).max(), (scales * (form.low - wide)).min()
+    scale = (highest - lowest) / form.steps
+    return scale, (form.low - lowest / scale).round().to(form.storage)
 
 
 class QGemmCompressedTensorsConfig(CompressedTensorsConfig):

@@ -19,8 +19,8 @@ from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FLOAT_DTYPES, FORMATS, FP8, INT8, OPERANDS
+from qgemm.numerics.groups import stored_weight
 from qgemm.numerics.integers import cdiv
-from qgemm.numerics.packing import packed_width
 
 
 def check_grouped_mm(
@@ -121,12 +121,11 @@ def check_weight_only_experts(
         raise ValueError(f"gate_up is {list(gate_up.shape)}; its rows must be {wanted}")
     for name, own in zip(("gate_up", "down"), weights.parts, strict=True):
         weight, scale, zero_point, global_scale, bias, format, size, K = own
-        is_packed = own.form.bits == 4
-        dtypes = (torch.uint8 if is_packed else own.form.storage,)
         rows = tuple(weight.shape[:2])
+        whole, stored = stored_weight(rows[1], K, own.form)
         scales = (*rows, cdiv(K, size or K))
         for part, tensor, allowed, shape in (
-            ("", weight, dtypes, (*rows, packed_width(K) if is_packed else K)),
+            ("", weight, (stored,), (E, *whole)),
             ("'s scale", scale, GROUP_SCALE_DTYPES, scales),
             ("'s zero point", zero_point, (torch.int8, *FLOAT_DTYPES), scales),
             ("'s global scale", global_scale, (torch.float32,), (E, 2)),
