@@ -198,7 +198,6 @@ def test_gates_are_activated(M: int, N: int, K: int, kind: str, device: torch.de
     for dtype, gates in ((torch.bfloat16, Gates("silu")), (torch.float16, Gates("gelu", up_first=True))):
         layer, _ = make_layer(kind, N, K, device, dtype)
         x = torch.randn(M, K, device=device).to(dtype)
-        x[-1, 3] = 1e4
         out = weight_only_activated(x, layer, gates)
         form = FORMATS[layer.format]
         assert (out is None) == (K == 1280 and layer.group_size >= 128 and (M > 1 or form.bits == 8))
