@@ -3,6 +3,9 @@
 A program computes one tile; its warps copy blocks to shared memory themselves. Used for a single row by a 4-bit weight,
 and for what the kernel with a ring doesn't accept: rows that end within a block of 128 bytes, and scales of small
 groups.
+
+Where outputs are gates and ups, a program has as many rows of both and stores ``act(gate) * up``. A decode step of
+Llama 3 8B in int4 saves 0.8 us in each layer (docs/performance/w4a16_design.md).
 """
 
 from triton.experimental import gluon
