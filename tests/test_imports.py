@@ -72,6 +72,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.numerics",
     },
     "qgemm.kernels.weight_only": {
+        "qgemm.kernels.activations",
         "qgemm.kernels.stages",
         "qgemm.kernels.launch",
         "qgemm.kernels.checks",
