@@ -49,13 +49,9 @@ class Call:
     output: Any
 
 
-def record_calls(
-    model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[str, Any] | None, watch: SiblingWatch
-) -> dict[Any, Call]:
-    """A call of each of ``layers``, by layer, from a forward of ``model`` in eval mode, which ``watch`` also observes.
-
-    ``inputs``: the forward's keyword arguments; None uses transformers' dummy inputs.
-    """
+@contextmanager
+def record_calls(layers: Iterable[nn.Module], watch: SiblingWatch) -> Iterator[dict[Any, Call]]:
+    """Inside, the first call of each of ``layers`` is recorded, and ``watch`` observes calls; yields calls by layer."""
     calls: dict[Any, Call] = {}
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -79,11 +75,10 @@ def record_calls(
     handles += watch.hooks()
     try:
         with torch.no_grad():
-            model(**(_dummy_inputs(model) if inputs is None else inputs))
+            yield calls
     finally:
         for handle in handles:
             handle.remove()
-    return calls
 
 
 @contextmanager
@@ -261,11 +256,3 @@ def _copied(value: Any) -> Any:
 def _as_it_is(value: Any) -> Any:
     """A copy, as it is now, of a mapping that layers write to."""
     return copy.copy(value) if isinstance(value, MutableMapping) else value
-
-
-def _dummy_inputs(model: Any) -> dict[str, Any]:
-    parameters = inspect.signature(model.forward).parameters
-    # For an offloaded model, accelerate moves the inputs.
-    device = "cpu" if model.device.type == "meta" else model.device
-    inputs = {name: value.to(device) for name, value in model.dummy_inputs.items()}
-    return {**inputs, "use_cache": False} if "use_cache" in parameters else inputs

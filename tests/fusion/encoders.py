@@ -61,6 +61,7 @@ _TEXT = {
     "initializer_range": 0.1,
     "pad_token_id": 1,
 }
+_SPECTROGRAM = {**DEPTH, "intermediate_size": 96, "num_mel_bins": 16, "max_source_positions": 32}
 _SOUND = {
     "conv_dim": [32, 32],
     "conv_kernel": [10, 3],
@@ -141,5 +142,32 @@ OTHER_ATTENTION: dict[str, Callable[[], Example]] = {
         "PixtralVisionModel",
         lambda: {**_pixels(), "image_sizes": torch.tensor([[16, 16], [16, 16]])},
         **{**DEPTH, "intermediate_size": 96, "head_dim": 16, "image_size": 16, "patch_size": 8},
+    ),
+}
+
+# What models of images and sounds may read instead of images of one size.
+ENCODERS_BY_INPUT: dict[str, Callable[[], Example]] = {
+    # Patches of an image of any size.
+    "siglip2": _model(
+        "Siglip2VisionModel",
+        lambda: {
+            "pixel_values": random(2, 16, 3 * 8 * 8),
+            "pixel_attention_mask": torch.ones(2, 16, dtype=torch.int64),
+            "spatial_shapes": torch.tensor([[4, 4], [2, 8]]),
+        },
+        **{**_IMAGE, "num_patches": 16},
+        vision_use_head=False,
+    ),
+    # Frames of a spectrogram, and a time for each.
+    "voxtral": _model("VoxtralEncoder", lambda: {"input_features": random(2, 16, 64)}, **_SPECTROGRAM),
+    "wav2vec2_bert": _model(
+        "Wav2Vec2BertModel",
+        lambda: {"input_features": random(2, 20, 16)},
+        **{**DEPTH, "intermediate_size": 96, "feature_projection_input_dim": 16, "vocab_size": VOCABULARY},
+    ),
+    "ast": _model(
+        "ASTModel",
+        lambda: {"input_values": random(2, 32, 16)},
+        **{**DEPTH, "intermediate_size": 96, "max_length": 32, "num_mel_bins": 16, "patch_size": 8},
     ),
 }

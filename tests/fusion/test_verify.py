@@ -99,7 +99,8 @@ class Calls(nn.Module):
 )
 def test_a_call_is_recorded_by_names(way: Callable[..., Tensor], others: dict[str, Any] | None) -> None:
     model, x = Calls(way), torch.ones(2, 3)
-    calls = record_calls(model, [model.layer], {"x": x}, SiblingWatch({}))
+    with record_calls([model.layer], SiblingWatch({})) as calls:
+        model(x)
     assert not model.layer._forward_hooks
     if others is None:
         assert calls == {}
