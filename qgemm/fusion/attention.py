@@ -405,14 +405,14 @@ def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any
     if None in known:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
     _check_uses_all(attention, *known, out)
-    rotations = {name for name in code_of(attention).co_names if name.startswith(_ROTATE)}
+    rotations = {name for name in code_of(attention).co_names if name.startswith(_ROTATIONS)}
     fused = FusedLatentAttention(
         attention,
         merge([attention.q_a_proj if is_latent else attention.q_proj, attention.kv_a_proj_with_mqa]),
         merge([out]),
         NormStep(attention.q_a_layernorm, find_norm(attention.q_a_layernorm)) if is_latent else None,
         merge([attention.q_b_proj]) if is_latent else None,
-        lambda *_: (),  # type: ignore[arg-type]
+        None,
         functions,
         eager,
         cache_name=_cache_name(attention, defaults),

@@ -30,6 +30,7 @@ MLP_LAYERS = (
     (("up_proj",), "down_proj", False),
     (("fc1",), "fc2", False),
     (("c_fc",), "c_proj", False),
+    (("fc_in",), "fc_out", False),
     (("dense_h_to_4h",), "dense_4h_to_h", False),
     (("wi",), "wo", False),
     (("lin1",), "lin2", False),
