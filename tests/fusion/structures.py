@@ -56,6 +56,12 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
         **{"mlp_layer_types": ["dense", "dense"], "linear_head_dim": 16, "linear_num_heads": 4},
         **{**LATENT, "q_lora_rank": None},
     ),
+    # A projection whose sigmoid multiplies the heads.
+    "afmoe": _text("AfmoeForCausalLM", **_SLIDING, head_dim=16, num_dense_layers=2),
+    # One whose softplus does, in float32, with a number for each head.
+    "laguna": _text(
+        "LagunaForCausalLM", **_SLIDING, head_dim=16, mlp_layer_types=["dense", "dense"], gating="per-head"
+    ),
     # One layer without positions.
     "smollm3": _text("SmolLM3ForCausalLM", no_rope_layers=[1, 0]),
     "glm": _text("GlmForCausalLM", head_dim=16),
