@@ -204,9 +204,11 @@ def _other_arguments(attention: Any) -> dict[str, Any]:
     told, constants = {}, constants_of(attention)
     if "sliding_window" in constants:
         told["sliding_window"] = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-    if "softcap" in constants:
-        told["softcap"] = attention.attn_logit_softcapping
-    return told
+    return told | _softcap(attention)
+
+
+def _softcap(attention: Any) -> dict[str, Any]:
+    return {"softcap": attention.attn_logit_softcapping} if "softcap" in constants_of(attention) else {}
 
 
 def find_cross_attention(
@@ -236,6 +238,7 @@ def find_cross_attention(
         states_name=_name_of(attention, (KEY_VALUE_STATES, STATES)),
         mask_name=mask_name,
         position_bias=bias,
+        told=_softcap(attention),
     )
     found: FusedCrossAttention = _nearest(_with_scaled_queries([fused]), call, defaults)
     return found

@@ -71,8 +71,15 @@ def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, boo
     if reason := why_apart(down):
         raise NotFused(reason)
     holder = mlp or names[0].rpartition(".")[0]
+    if not why_apart(first) and not _fit(first, down[0], gated):
+        raise NotFused("the sizes of its layers don't fit each other")
     act = _activation(layer, activation) if activation else _function(layer.get_submodule(holder))
     return FusedMlp(merge(first), merge(down), act, find_activation(act), gated)
+
+
+def _fit(first: Sequence[Any], last: Any, gated: bool) -> bool:
+    """Whether ``last`` has the inputs that an MLP makes of the outputs of ``first``."""
+    return bool(sum(each.out_features for each in first) == (2 if gated else 1) * last.in_features)
 
 
 def find_scales(layer: nn.Module, branches: int) -> tuple[tuple[nn.Module, str], ...]:

@@ -24,7 +24,8 @@ _FRAMES, _SAMPLES = 64, 3200
 _CHANNELS = ("num_channels", "in_channels", "in_chans")
 _BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels")
 _OPTIONAL = {"pixel_attention_mask", "image_sizes", "input_features_mask"}
-_OF_PART = {"pixel_values": "vision_config", "input_features": "audio_config", "input_values": "audio_config"}
+_VISION, _AUDIO = ("vision_config",), ("audio_config", "encoder_config")
+_OF_PART = {"pixel_values": _VISION, "input_features": _AUDIO, "input_values": _AUDIO}
 
 
 def tokens(model: Any) -> dict[str, Any]:
@@ -34,8 +35,11 @@ def tokens(model: Any) -> dict[str, Any]:
 
 def call_parts(model: nn.Module, layers: Collection[nn.Module], calls: Mapping[Any, Any]) -> None:
     """Calls ``model`` and its parts with made inputs, as long as some of ``layers`` in them have none of ``calls``."""
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     for part in model.modules():
-        if _is_model(part):
+        # A decoder alone wouldn't call its attention to the encoder.
+        is_decoder = has_encoder and part is not model and "encoder_hidden_states" in _parameters(part)
+        if _is_model(part) and not is_decoder:
             inside = {*part.modules()}
             if any(layer in inside and layer not in calls for layer in layers):
                 any(_accepts(part, inputs) for inputs in made_inputs(part))
@@ -43,11 +47,12 @@ def call_parts(model: nn.Module, layers: Collection[nn.Module], calls: Mapping[A
 
 def made_inputs(part: Any) -> Iterator[dict[str, Any]]:
     """Tokens, images or sounds that ``part``, a model, may accept, as keyword arguments of its forward."""
-    parameters = inspect.signature(part.forward).parameters
+    parameters = _parameters(part)
     text = part.dummy_inputs if "input_ids" in parameters else {}
     decoder = {"decoder_input_ids": text.get("input_ids", _ones(1, 3))} if "decoder_input_ids" in parameters else {}
     name = next((name for name in _MAKE if name in parameters), "")
-    config = getattr(part.config, _OF_PART.get(name, ""), None) or part.config
+    parts = (getattr(part.config, own, None) for own in _OF_PART.get(name, ()))
+    config = next(filter(None, parts), part.config)
     for made in _MAKE[name](config) if name else ():
         known = {own: value for own, value in made.items() if own in parameters}
         if {*made} - {*known} <= _OPTIONAL:
@@ -55,6 +60,10 @@ def made_inputs(part: Any) -> Iterator[dict[str, Any]]:
                 yield _placed(part, {**others, **known})
     if text:
         yield _placed(part, {**text, **decoder})
+
+
+def _parameters(module: nn.Module) -> Collection[str]:
+    return inspect.signature(module.forward).parameters
 
 
 def _accepts(part: nn.Module, inputs: Mapping[str, Any]) -> bool:
@@ -149,4 +158,4 @@ def _placed(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for name, value in inputs.items()
     }
-    return {**placed, "use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else placed
+    return {**placed, "use_cache": False} if "use_cache" in _parameters(model) else placed

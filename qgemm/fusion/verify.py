@@ -55,7 +55,7 @@ def record_calls(layers: Iterable[nn.Module], watch: SiblingWatch) -> Iterator[d
     calls: dict[Any, Call] = {}
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        others = {name: value for name, value in kwargs.items() if name not in CACHES}
+        others = dict(kwargs)
         parameters = [*inspect.signature(type(layer).forward).parameters.values()][1:]
         names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         if len(args) > len(names):
@@ -68,7 +68,8 @@ def record_calls(layers: Iterable[nn.Module], watch: SiblingWatch) -> Iterator[d
             return
         # Copied, because code around a layer may change its output in place.
         kept = tuple(map(_copied, output)) if isinstance(output, tuple) else _copied(output)
-        others = {name: _as_it_is(value) for name, value in {**named, **others}.items()}
+        told = {**named, **others}.items()
+        others = {name: _as_it_is(value) for name, value in told if name not in CACHES}
         calls.setdefault(layer, Call(x, others, kept))
 
     handles: list[Any] = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]

@@ -71,7 +71,7 @@ def test_a_scale_counts_for_more_than_roundings() -> None:
 class Scaled(nn.Module):
     """``scale * hidden_states``."""
 
-    def forward(self, hidden_states: Tensor, scale: float = 1.0, **others: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, scale: float = 1.0, past_key_values: Any = None, **others: Any) -> Tensor:
         return scale * others.get("old_name", hidden_states)
 
 
@@ -93,6 +93,7 @@ class Calls(nn.Module):
         (lambda layer, x: layer(x), {}),
         (lambda layer, x: layer(x, 2.0), {"scale": 2.0}),
         (lambda layer, x: layer(x, scale=2.0, past_key_values=None), {"scale": 2.0}),
+        (lambda layer, x: layer(x, 2.0, "cache"), {"scale": 2.0}),
         (lambda layer, x: layer(scale=2.0, hidden_states=x), {"scale": 2.0}),
         (lambda layer, x: layer(None, 2.0, old_name=x), None),
     ],
