@@ -39,10 +39,12 @@ def call_parts(model: nn.Module, layers: Collection[nn.Module], calls: Mapping[A
     for part in model.modules():
         # A decoder alone wouldn't call its attention to the encoder.
         is_decoder = has_encoder and part is not model and "encoder_hidden_states" in _parameters(part)
-        if _is_model(part) and not is_decoder:
-            inside = {*part.modules()}
-            if any(layer in inside and layer not in calls for layer in layers):
-                any(_accepts(part, inputs) for inputs in made_inputs(part))
+        if not _is_model(part) or is_decoder:
+            continue
+        own = {*layers} & {*part.modules()}
+        for inputs in made_inputs(part) if own - {*calls} else ():
+            if _accepts(part, inputs) or own <= {*calls}:
+                break
 
 
 def made_inputs(part: Any) -> Iterator[dict[str, Any]]:

@@ -33,9 +33,13 @@ def test_the_vision_tower_of_a_model_of_text(vision: str) -> None:
     sizes = {"image_sizes": torch.tensor([[96, 96], [96, 96]])} if vision == "pixtral" else {}
     with torch.no_grad():
         expected = tower(pixels, **sizes).last_hidden_state
+        seen: list[Any] = []
+        handle = tower.register_forward_hook(lambda *_: seen.append(1))
         fuse(model)
+        handle.remove()
         found = tower(pixels, **sizes).last_hidden_state
     assert fused_parts(model).count(BOTH) == 4
+    assert len(seen) == 1  # even if the whole model then refused the image
     torch.testing.assert_close(found, expected)
 
 
