@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router, find_scale, find_scaled_router
+from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router, find_scale, find_scaled_router, passes_on
 from qgemm.fusion.verify import Call, computes_mixture
 from qgemm.nn.blocks.layer_input import FusedLayerInput
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
@@ -68,6 +68,11 @@ def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, boo
     names, last, gated = layers
     first, down = ([layer.get_submodule(dotted(mlp, each)) for each in own] for own in (names, (last,)))
     check_has_no_limits(layer.get_submodule(mlp))
+    own = layer.get_submodule(mlp)._modules.items() if mlp else ()
+    known = {*names, last, *ACTIVATION}
+    others = [name for name, child in own if child is not None and name not in known and not passes_on(child)]
+    if others:
+        raise NotFused(f"it has {others[0]}, which is unknown")
     if reason := why_apart(down):
         raise NotFused(reason)
     holder = mlp or names[0].rpartition(".")[0]

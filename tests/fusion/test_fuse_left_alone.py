@@ -423,6 +423,16 @@ def test_attention_that_takes_a_number_is_left_alone() -> None:
     assert "Counted takes offset, too" in fusion_report(model).records[1].reason
 
 
+def test_an_mlp_with_more_parts_is_called_as_it_is() -> None:
+    """Such as Kosmos-2.5's norm between its layers; dropout and the like aside."""
+    model: Any = quantized("llama").model
+    model.model.layers[0].mlp.dropout = nn.Dropout(0.1)
+    model.model.layers[1].mlp.norm = nn.LayerNorm(96)
+    fuse(model)
+    assert fused_parts(model) == (BOTH, ("attention",))
+    assert fusion_report(model).records[1].reason == "mlp: it has norm, which is unknown"
+
+
 def test_an_mlp_that_takes_anything_is_fused() -> None:
     example = quantized("llama")
     model: Any = example.model
