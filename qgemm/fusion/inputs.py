@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ def call_parts(model: nn.Module, layers: Collection[nn.Module], calls: Mapping[A
         if not _is_model(part) or is_decoder:
             continue
         own = {*layers} & {*part.modules()}
-        for inputs in made_inputs(part) if own - {*calls} else ():
-            if _accepts(part, inputs) or own <= {*calls}:
-                break
+        with suppress(Exception):  # a third-party config may contain anything
+            for inputs in made_inputs(part) if own - {*calls} else ():
+                if _accepts(part, inputs) or own <= {*calls}:
+                    break
 
 
 def made_inputs(part: Any) -> Iterator[dict[str, Any]]:

@@ -65,6 +65,13 @@ def test_a_large_image_is_made_small_or_not_at_all() -> None:
     assert max(sizes) < 200
 
 
+def test_a_config_that_makes_no_sense() -> None:
+    model: Any = quantize_model(_llava("clip_vision_model").model)
+    model.model.vision_tower.config.num_channels = model.config.vision_config.num_channels = -1
+    fuse(model)
+    assert fused_parts(model) == ((), (), BOTH, BOTH)
+
+
 def test_wrong_inputs_are_not_replaced() -> None:
     model = fuse(quantize_model(_llava("clip_vision_model").model), {"sounds": torch.ones(2)})
     assert {record.parts for record in fusion_report(model).records} == {()}
