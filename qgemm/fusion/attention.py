@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import CodeType, FunctionType
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from qgemm.fusion.branches import NotFused, check_has_no_limits, code_of, merge
+from qgemm.fusion.branches import NotFused, check_has_no_limits, child_of, code_of, merge
 from qgemm.fusion.probe import find_norm, find_rotation
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of_attention
 from qgemm.nn.blocks.attention import (
@@ -30,6 +31,7 @@ from qgemm.nn.blocks.attention import (
 )
 from qgemm.nn.blocks.cross_attention import KEY_VALUE_STATES, STATES, FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
+from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.nn.blocks.position_bias import POSITION_BIAS, PositionBias, attend
 from qgemm.nn.blocks.steps import NormStep
 
@@ -58,6 +60,11 @@ _HEAD_NORMS = (
     ("qk_norm", "qk_norm"),
 )
 _VALUE_NORM = "v_norm"
+_GATE = ("gate_proj", "g_proj")
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softplus": lambda gate: F.softplus(gate.float()).to(gate.dtype),
+}
 _FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 _ROTATE, _ROTATE_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
 _ROTATIONS = "apply_rotary"  # the common beginning of all rotations' names
@@ -119,7 +126,9 @@ def find_attention(
     norms = _head_norms(attention, head_dim)
     values, value_norm = _values(attention, len(names) == 2, norms, head_dim)
     bias, table = _position_bias(attention)
-    _check_uses_all(attention, *qkv.layers, out, value_norm, table, *((norms.query, norms.key) if norms else ()))
+    gate = attention._modules.get(child_of(attention, _GATE))
+    used = *qkv.layers, out, value_norm, table, gate, *((norms.query, norms.key) if norms else ())
+    _check_uses_all(attention, *used)
     fused = FusedAttention(
         module=attention,
         qkv=qkv,
@@ -140,6 +149,8 @@ def find_attention(
         values=values,
         value_norm=value_norm,
         gated=gated,
+        gate=None if gate is None else _merged_gate(gate, qkv),
+        gate_function=_gate_function(attention),
         shared=_shared(attention),
         temperature=_temperature(attention),
         position_scale=_position_scale(attention),
@@ -154,6 +165,19 @@ def find_attention(
         candidates.append(replace(fused, norms=replace(fused.norms, layout="rotated")))
     found: FusedAttention = _nearest(_with_scaled_queries(candidates), call, defaults)
     return found
+
+
+def _merged_gate(gate: Any, qkv: MergedWeights) -> MergedWeights:
+    """The weights of ``gate``, whose input may be rows that are quantized for ``qkv``."""
+    if reason := why_apart([*qkv.layers, gate]):
+        raise NotFused(reason)
+    return merge([gate])
+
+
+def _gate_function(attention: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The function of a gate that the code names."""
+    names = code_of(attention).co_names
+    return next((function for name, function in _GATES.items() if name in names), torch.sigmoid)
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -180,9 +204,11 @@ def _other_arguments(attention: Any) -> dict[str, Any]:
     told, constants = {}, constants_of(attention)
     if "sliding_window" in constants:
         told["sliding_window"] = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-    if "softcap" in constants:
-        told["softcap"] = attention.attn_logit_softcapping
-    return told
+    return told | _softcap(attention)
+
+
+def _softcap(attention: Any) -> dict[str, Any]:
+    return {"softcap": attention.attn_logit_softcapping} if "softcap" in constants_of(attention) else {}
 
 
 def find_cross_attention(
@@ -212,6 +238,7 @@ def find_cross_attention(
         states_name=_name_of(attention, (KEY_VALUE_STATES, STATES)),
         mask_name=mask_name,
         position_bias=bias,
+        told=_softcap(attention),
     )
     found: FusedCrossAttention = _nearest(_with_scaled_queries([fused]), call, defaults)
     return found
@@ -244,7 +271,13 @@ def _check_uses_all(attention: nn.Module, *used: nn.Module | None) -> None:
 
 
 def _check_knows_functions(attention: nn.Module) -> None:
-    """Raises ``NotFused`` if ``attention`` calls other functions of its file: few tokens may not show their effect."""
+    """Raises ``NotFused`` if ``attention`` calls other functions of its file, or gets a number that tells what to do.
+
+    Few tokens without a cache may not show their effect: Hrm-Text gets the number of the cache's layer in this way.
+    """
+    for name, parameter in inspect.signature(type(attention).forward).parameters.items():
+        if type(parameter.default) in (int, float):
+            raise NotFused(f"{type(attention).__name__} takes {name}, too")
     module = sys.modules[type(attention).__module__]
     for name in sorted({*code_of(attention).co_names} - {_EAGER, _SCALE_BY_POSITION}):
         function = getattr(module, name, None)
@@ -405,14 +438,14 @@ def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any
     if None in known:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
     _check_uses_all(attention, *known, out)
-    rotations = {name for name in code_of(attention).co_names if name.startswith(_ROTATE)}
+    rotations = {name for name in code_of(attention).co_names if name.startswith(_ROTATIONS)}
     fused = FusedLatentAttention(
         attention,
         merge([attention.q_a_proj if is_latent else attention.q_proj, attention.kv_a_proj_with_mqa]),
         merge([out]),
         NormStep(attention.q_a_layernorm, find_norm(attention.q_a_layernorm)) if is_latent else None,
         merge([attention.q_b_proj]) if is_latent else None,
-        lambda *_: (),  # type: ignore[arg-type]
+        None,
         functions,
         eager,
         cache_name=_cache_name(attention, defaults),

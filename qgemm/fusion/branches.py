@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router, find_scale, find_scaled_router
+from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router, find_scale, find_scaled_router, passes_on
 from qgemm.fusion.verify import Call, computes_mixture
 from qgemm.nn.blocks.layer_input import FusedLayerInput
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
@@ -30,6 +30,7 @@ MLP_LAYERS = (
     (("up_proj",), "down_proj", False),
     (("fc1",), "fc2", False),
     (("c_fc",), "c_proj", False),
+    (("fc_in",), "fc_out", False),
     (("dense_h_to_4h",), "dense_4h_to_h", False),
     (("wi",), "wo", False),
     (("lin1",), "lin2", False),
@@ -67,11 +68,23 @@ def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, boo
     names, last, gated = layers
     first, down = ([layer.get_submodule(dotted(mlp, each)) for each in own] for own in (names, (last,)))
     check_has_no_limits(layer.get_submodule(mlp))
+    own = layer.get_submodule(mlp)._modules.items() if mlp else ()
+    known = {*names, last, *ACTIVATION}
+    others = [name for name, child in own if child is not None and name not in known and not passes_on(child)]
+    if others:
+        raise NotFused(f"it has {others[0]}, which is unknown")
     if reason := why_apart(down):
         raise NotFused(reason)
     holder = mlp or names[0].rpartition(".")[0]
+    if not why_apart(first) and not _fit(first, down[0], gated):
+        raise NotFused("the sizes of its layers don't fit each other")
     act = _activation(layer, activation) if activation else _function(layer.get_submodule(holder))
     return FusedMlp(merge(first), merge(down), act, find_activation(act), gated)
+
+
+def _fit(first: Sequence[Any], last: Any, gated: bool) -> bool:
+    """Whether ``last`` has the inputs that an MLP makes of the outputs of ``first``."""
+    return bool(sum(each.out_features for each in first) == (2 if gated else 1) * last.in_features)
 
 
 def find_scales(layer: nn.Module, branches: int) -> tuple[tuple[nn.Module, str], ...]:

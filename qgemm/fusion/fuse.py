@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qgemm.arguments import check_model
 from qgemm.fusion.diffusion import fuse_block, is_block
+from qgemm.fusion.inputs import call_parts, tokens
 from qgemm.fusion.probe import find_angles, find_own_frequencies
 from qgemm.fusion.report import FusionRecord, FusionReport
 from qgemm.fusion.siblings import SiblingWatch
@@ -44,7 +45,8 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     model's own code. ``qgemm.fusion_report(model)`` lists what was fused, and why the rest wasn't.
 
     Each fused layer is compared with the original one before it replaces it. ``inputs``: keyword arguments of the
-    model's forward for this comparison; None uses a few tokens. A layer whose outputs differ stays as it was.
+    model's forward for this comparison; None uses a few tokens. Parts that it doesn't call, such as a vision tower, are
+    called with random images or sounds. A layer whose outputs differ stays as it was.
 
     Raises ``ValueError`` for a model without quantized layers, or one that FSDP has sharded. Call it again after layers
     were added or replaced.
@@ -169,19 +171,29 @@ def _fuse_siblings(modules: Mapping[str, nn.Module], watch: SiblingWatch) -> Ite
 
 def _calls(
     model: nn.Module, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None, watch: SiblingWatch
-) -> tuple[dict[Any, Call], str]:
-    """A call of each layer; or why there are no calls."""
+) -> tuple[Mapping[Any, Call], str]:
+    """Calls of the layers, by layer; and why the model itself can't be called, if so."""
     if any(parameter.is_meta for parameter in model.parameters()) and not any(
         hasattr(module, "_hf_hook") for module in model.modules()
     ):
         return {}, "it can't be verified before the model has values: fuse it again then"
+    with record_calls(layers.values(), watch) as calls:
+        problem = _call(model, inputs)
+        if inputs is None or not problem:
+            call_parts(model, layers.values(), calls)
+    return calls, problem
+
+
+def _call(model: nn.Module, inputs: Mapping[str, Any] | None) -> str:
+    """Calls ``model`` with ``inputs``, or with a few tokens; returns why it can't be called, if so."""
     if inputs is None and not hasattr(model, "dummy_inputs"):
-        return {}, "pass inputs, on which it can be verified"
+        return "pass inputs, on which it can be verified"
     try:
-        return record_calls(model, layers.values(), inputs, watch), ""
+        model(**(tokens(model) if inputs is None else inputs))
     except Exception as error:  # a model's forward may raise anything
         given = "its own dummy_inputs: pass others as inputs" if inputs is None else "the inputs passed"
-        return {}, f"it can't be verified: the model can't take {given} ({type(error).__name__}: {error})"
+        return f"it can't be verified: the model can't take {given} ({type(error).__name__}: {error})"
+    return ""
 
 
 def _returns_bias(call: Call) -> bool:

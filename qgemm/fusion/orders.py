@@ -82,6 +82,22 @@ def orders_of_parts(layer: nn.Module, norms: Collection[str], mixer: str, mlp: s
     return []
 
 
+def norms_of_cross(layer: nn.Module, norms: Collection[str], mixer: str, cross: str, mlp: str) -> tuple[str, str]:
+    """The names of the norms before and after the attention ``cross`` to an encoder, in the code of ``layer``.
+
+    It comes between ``mixer`` and ``mlp``. Each is empty if there is none.
+    """
+    mlp = mlp or "fc1"
+    parts = [name for name in code_of(layer).co_names if name in {*norms, mixer, cross, mlp}]
+    if not {mixer, cross, mlp} <= {*parts} or not parts.index(mixer) < parts.index(cross) < parts.index(mlp):
+        return "", ""
+    between = parts[parts.index(mixer) + 1 : parts.index(cross)]
+    behind = parts[parts.index(cross) + 1 : parts.index(mlp)]
+    if len(between) not in (1, 2) or len(behind) not in (1, 2):
+        return "", ""
+    return between[-1], behind[0] if len(behind) == 2 else ""
+
+
 def is_of_other_form(layer: nn.Module, orders: Sequence[Norms], order: Norms) -> bool:
     """Whether ``layer`` states that its form isn't that of ``order``, where the norms' names fit several forms."""
     if len(orders) == 1:

@@ -18,7 +18,7 @@ from torch import nn
 from qgemm.fusion import branches
 from qgemm.fusion.attention import OUT, constants_of, find_attention, find_cross_attention, is_attention
 from qgemm.fusion.branches import ACTIVATION, MLP_LAYERS, NotFused, child_of, code_of, dotted
-from qgemm.fusion.orders import NORMS, Norms, is_of_other_form, orders_of_parts
+from qgemm.fusion.orders import NORMS, Norms, is_of_other_form, norms_of_cross, orders_of_parts
 from qgemm.fusion.probe import find_norm, find_scale, passes_on
 from qgemm.fusion.verify import Call
 from qgemm.nn.blocks.attention import CACHES
@@ -33,14 +33,16 @@ from qgemm.nn.blocks.steps import NormStep
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
 _SHARED_MLP = "shared_mlp"  # in a layer, beside its mixture or alone
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", _SHARED_MLP)
-_CROSS = ("encoder_attn", "cross_attention")  # each with a norm of that name
+_CROSS = ("encoder_attn", "cross_attention", "cross_attn")  # the first two may have a norm of that name
 _CROSS_NORM = "{}_layer_norm"
-# Names of a layer's arguments in a call of its attention to an encoder.
+# Names of a layer's arguments in a call of its attention to an encoder, and those that it alone or none gets.
 _OF_ENCODER: dict[str, str | None] = {
     "attention_mask": None,
     STATES: KEY_VALUE_STATES,
     "encoder_attention_mask": "attention_mask",
 }
+_POSITIONS = ("position_ids", "position_embeddings")
+_OF_ENCODER_ALONE = tuple(f"encoder_{name}" for name in _POSITIONS)
 _CACHES = (*CACHES, "cache_params")
 _SCALE = "layer_scalar"
 _BERT = ("attention", "intermediate", "output")
@@ -65,9 +67,9 @@ class _Parts:
     """The parts of a layer, by their names in it.
 
     ``mixer``: the module that computes attention or what replaces it (``is_attention``); ``out``: the layer after it.
-    ``crosses``: the attention to an encoder that follows, if any. ``mlp``: the module; empty if its layers belong to
-    the layer itself. ``beside``: whether a mixture runs in parallel with it. ``has_input``: whether the layer has a
-    separate input.
+    ``crosses``: the attention to an encoder that follows, if any; ``cross_norms``: those before and after it. ``mlp``:
+    the module; empty if its layers belong to the layer itself. ``beside``: whether a mixture runs in parallel with it.
+    ``has_input``: whether the layer has a separate input.
     """
 
     mixer: str
@@ -80,11 +82,12 @@ class _Parts:
     crosses: str = ""
     beside: bool = False
     has_input: bool = False
+    cross_norms: tuple[str, str] = ("", "")
 
     @property
     def every_norm(self) -> set[str]:
         """The names of all norms: ``norms``, and those of the attention to an encoder, a mixture and an input."""
-        crosses = [_CROSS_NORM.format(self.crosses)] if self.crosses else []
+        crosses = {*self.cross_norms} - {""} if self.crosses else ()
         beside = branches.BESIDE_NORMS if self.beside else ()
         return {*self.norms, *crosses, *beside, *([branches.LAYER_INPUT_NORM] if self.has_input else ())}
 
@@ -135,11 +138,11 @@ def _find_parts(layer: nn.Module, call: Call) -> _Parts:
     children, others = set(layer._modules), set(_others(layer))
     attention, mlp = child_of(layer, _ATTENTION), child_of(layer, _MLP)
     norms = {name for name, child in layer._modules.items() if _is_norm(child)}
-    cross = next((name for name in _CROSS if {name, _CROSS_NORM.format(name)} <= children), "")
+    cross, cross_norms = _find_cross(layer, norms, attention, mlp)
     beside = {*branches.BESIDE, *branches.BESIDE_NORMS} <= children
     has_input = {*branches.LAYER_INPUT, branches.LAYER_INPUT_NORM} <= children
     for names, own, is_there in (
-        ((cross,), (_CROSS_NORM.format(cross),), cross),
+        ((cross,), cross_norms, cross),
         (branches.BESIDE, branches.BESIDE_NORMS, beside),
         (branches.LAYER_INPUT, (branches.LAYER_INPUT_NORM,), has_input),
     ):
@@ -169,7 +172,19 @@ def _find_parts(layer: nn.Module, call: Call) -> _Parts:
         cross if has_states else "",
         beside,
         has_input,
+        cross_norms,
     )
+
+
+def _find_cross(layer: nn.Module, norms: Collection[str], attention: str, mlp: str) -> tuple[str, tuple[str, str]]:
+    """The name of the attention to an encoder in ``layer``, and of the norms before and after it; empty if unknown.
+
+    A norm that is called as it is comes before or after it, like the layer's others.
+    """
+    cross = child_of(layer, _CROSS)
+    own = _CROSS_NORM.format(cross)
+    found = (own, "") if own in norms else norms_of_cross(layer, norms, attention, cross, mlp) if cross else ("", "")
+    return (cross, found) if found[0] else ("", ("", ""))
 
 
 def _find_mixer(layer: nn.Module, name: str) -> tuple[str, str]:
@@ -316,8 +331,11 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
     if found.crosses:
         cross, defaults = layer.get_submodule(found.crosses), arguments_of(layer)
         out = layer.get_submodule(dotted(found.crosses, child_of(cross, OUT)))
-        find: Callable[[], Branch] = partial(find_cross_attention, cross, out, _OF_ENCODER, defaults, call)
-        made.add("cross attention", found.crosses, find, CalledBranch(cross, True, _OF_ENCODER))
+        states = next((name for name in (KEY_VALUE_STATES, STATES) if name in arguments_of(cross)), KEY_VALUE_STATES)
+        names = {**_OF_ENCODER, STATES: states, **dict.fromkeys((*_POSITIONS, *_OF_ENCODER_ALONE))}
+        find: Callable[[], Branch] = partial(find_cross_attention, cross, out, names, defaults, call)
+        called_cross = CalledBranch(cross, True, names) if _has_own_norm(found) else None
+        made.add("cross attention", found.crosses, find, called_cross)
     module = layer.get_submodule(found.mlp)
     called = CalledBranch(module, False, adds=_adds(module)) if found.mlp else None
     if found.mlp_layers is None:
@@ -346,13 +364,19 @@ def _add_mixer(made: _Branches, layer: nn.Module, found: _Parts, call: Call) -> 
         made.reasons.append(f"{found.mixer}: {type(mixer).__name__} is called as it is")
         return
     out = layer.get_submodule(found.out) if found.out else None
-    untold: dict[str, str | None] = dict.fromkeys((*_OF_ENCODER,) if found.crosses else ())
+    untold: dict[str, str | None] = dict.fromkeys((*_OF_ENCODER, *_OF_ENCODER_ALONE) if found.crosses else ())
     untold.pop("attention_mask", None)
     untold |= {LAYER_INPUT: None} if found.has_input else {}
     names = {**untold, **_other_cache(mixer, defaults)}
     behind = None if out in mixer._modules.values() else out
     find = partial(find_attention, mixer, out, defaults, call, untold)
-    made.add("attention", found.mixer, find, CalledBranch(mixer, True, names, _adds(mixer), behind=behind))
+    called = CalledBranch(mixer, True, names, _adds(mixer), behind=behind)
+    made.add("attention", found.mixer, find, called if _has_own_norm(found) else None)
+
+
+def _has_own_norm(found: _Parts) -> bool:
+    """Whether attention to an encoder, if any, has a norm of its name: then both kinds get the layer's own cache."""
+    return not found.crosses or found.cross_norms[0] == _CROSS_NORM.format(found.crosses)
 
 
 def _steps(found: _Parts, order: Norms, made: _Branches, scales: Sequence[tuple[nn.Module, str]]) -> tuple[Step, ...]:
@@ -360,8 +384,8 @@ def _steps(found: _Parts, order: Norms, made: _Branches, scales: Sequence[tuple[
     norms, of = made.norms, made.of
     steps = [Step(of["attention"], norms.get(order.attention), norms.get(order.attention_out))]
     if found.crosses:
-        places = (None, norms[_CROSS_NORM.format(found.crosses)])
-        steps.append(Step(of["cross attention"], *(places if order.form == "norms last" else places[::-1])))
+        before, after = map(norms.get, found.cross_norms[::-1] if order.form == "norms last" else found.cross_norms)
+        steps.append(Step(of["cross attention"], before, after))
     if found.beside:
         steps.append(Step(of["mixture"], None, norms.get(order.mlp_out)))
     else:

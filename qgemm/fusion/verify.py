@@ -49,17 +49,13 @@ class Call:
     output: Any
 
 
-def record_calls(
-    model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[str, Any] | None, watch: SiblingWatch
-) -> dict[Any, Call]:
-    """A call of each of ``layers``, by layer, from a forward of ``model`` in eval mode, which ``watch`` also observes.
-
-    ``inputs``: the forward's keyword arguments; None uses transformers' dummy inputs.
-    """
+@contextmanager
+def record_calls(layers: Iterable[nn.Module], watch: SiblingWatch) -> Iterator[dict[Any, Call]]:
+    """Inside, the first call of each of ``layers`` is recorded, and ``watch`` observes calls; yields calls by layer."""
     calls: dict[Any, Call] = {}
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        others = {name: value for name, value in kwargs.items() if name not in CACHES}
+        others = dict(kwargs)
         parameters = [*inspect.signature(type(layer).forward).parameters.values()][1:]
         names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         if len(args) > len(names):
@@ -72,18 +68,18 @@ def record_calls(
             return
         # Copied, because code around a layer may change its output in place.
         kept = tuple(map(_copied, output)) if isinstance(output, tuple) else _copied(output)
-        others = {name: _as_it_is(value) for name, value in {**named, **others}.items()}
+        told = {**named, **others}.items()
+        others = {name: _as_it_is(value) for name, value in told if name not in CACHES}
         calls.setdefault(layer, Call(x, others, kept))
 
     handles: list[Any] = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
     handles += watch.hooks()
     try:
         with torch.no_grad():
-            model(**(_dummy_inputs(model) if inputs is None else inputs))
+            yield calls
     finally:
         for handle in handles:
             handle.remove()
-    return calls
 
 
 @contextmanager
@@ -261,11 +257,3 @@ def _copied(value: Any) -> Any:
 def _as_it_is(value: Any) -> Any:
     """A copy, as it is now, of a mapping that layers write to."""
     return copy.copy(value) if isinstance(value, MutableMapping) else value
-
-
-def _dummy_inputs(model: Any) -> dict[str, Any]:
-    parameters = inspect.signature(model.forward).parameters
-    # For an offloaded model, accelerate moves the inputs.
-    device = "cpu" if model.device.type == "meta" else model.device
-    inputs = {name: value.to(device) for name, value in model.dummy_inputs.items()}
-    return {**inputs, "use_cache": False} if "use_cache" in parameters else inputs

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from families.example import DEPTH, VOCABULARY, Example, example, language_model, random
+from families.example import DEPTH, VOCABULARY, Example, example, language_model, random, tokens
 from torch import Tensor
 
 _IMAGE = {**DEPTH, "intermediate_size": 96, "image_size": 16, "patch_size": 8, "initializer_range": 0.1}
@@ -61,6 +61,7 @@ _TEXT = {
     "initializer_range": 0.1,
     "pad_token_id": 1,
 }
+_SPECTROGRAM = {**DEPTH, "intermediate_size": 96, "num_mel_bins": 16, "max_source_positions": 32}
 _SOUND = {
     "conv_dim": [32, 32],
     "conv_kernel": [10, 3],
@@ -117,6 +118,43 @@ def nllb(**settings: Any) -> Example:
     return found
 
 
+def t5gemma() -> Example:
+    """With norms before and after each branch of its decoder."""
+    sizes = {"vocab_size": VOCABULARY, "head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 96}
+    part = {**DEPTH, **sizes, "sliding_window": 4, "initializer_range": 0.1, "query_pre_attn_scalar": 16}
+    settings = {"encoder": part, "decoder": part, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 2}
+    return _with_decoder("T5GemmaForConditionalGeneration", {"input_ids": tokens()}, **settings)
+
+
+def moonshine() -> Example:
+    """With a gated MLP in its decoder whose gate comes second."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": VOCABULARY, "initializer_range": 0.1}
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    numbers = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in names}
+    found = {"input_values": random(2, 3200)}
+    return _with_decoder("MoonshineForConditionalGeneration", found, **sizes, **numbers)
+
+
+def seamless_m4t() -> Example:
+    """Whose attention to the encoder has another name for its output."""
+    parts = ("encoder", "decoder")
+    names = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
+    sizes = {f"{part}_{name}": value for part in parts for name, value in names.items()}
+    settings = {"hidden_size": 64, "vocab_size": VOCABULARY, "initializer_range": 0.1, "pad_token_id": 0}
+    return _with_decoder("SeamlessM4TForTextToText", {"input_ids": tokens()}, **settings, **sizes)
+
+
+def _with_decoder(name: str, inputs: dict[str, Tensor], **settings: Any) -> Example:
+    cls = getattr(transformers, name)
+    return example(cls, cls.config_class(**settings), **inputs, decoder_input_ids=tokens(3))
+
+
+WITH_ENCODER: dict[str, Callable[[], Example]] = {
+    "nllb": nllb,
+    "t5gemma": t5gemma,
+    "moonshine": moonshine,
+    "seamless_m4t": seamless_m4t,
+}
 _NUMBERED = {"hidden_size": 64, "intermediate_size": 96, "num_position_embeddings": 16}
 PACKED: dict[str, Callable[[], Example]] = {
     "qwen2_vl": _tower("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", embed_dim=64),
@@ -141,5 +179,32 @@ OTHER_ATTENTION: dict[str, Callable[[], Example]] = {
         "PixtralVisionModel",
         lambda: {**_pixels(), "image_sizes": torch.tensor([[16, 16], [16, 16]])},
         **{**DEPTH, "intermediate_size": 96, "head_dim": 16, "image_size": 16, "patch_size": 8},
+    ),
+}
+
+# What models of images and sounds may read instead of images of one size.
+ENCODERS_BY_INPUT: dict[str, Callable[[], Example]] = {
+    # Patches of an image of any size.
+    "siglip2": _model(
+        "Siglip2VisionModel",
+        lambda: {
+            "pixel_values": random(2, 16, 3 * 8 * 8),
+            "pixel_attention_mask": torch.ones(2, 16, dtype=torch.int64),
+            "spatial_shapes": torch.tensor([[4, 4], [2, 8]]),
+        },
+        **{**_IMAGE, "num_patches": 16},
+        vision_use_head=False,
+    ),
+    # Frames of a spectrogram, and a time for each.
+    "voxtral": _model("VoxtralEncoder", lambda: {"input_features": random(2, 16, 64)}, **_SPECTROGRAM),
+    "wav2vec2_bert": _model(
+        "Wav2Vec2BertModel",
+        lambda: {"input_features": random(2, 20, 16)},
+        **{**DEPTH, "intermediate_size": 96, "feature_projection_input_dim": 16, "vocab_size": VOCABULARY},
+    ),
+    "ast": _model(
+        "ASTModel",
+        lambda: {"input_values": random(2, 32, 16)},
+        **{**DEPTH, "intermediate_size": 96, "max_length": 32, "num_mel_bins": 16, "patch_size": 8},
     ),
 }

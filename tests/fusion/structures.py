@@ -20,6 +20,7 @@ _TEXT = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+_GPT = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4, "eos_token_id": None}
 _SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA4_KEYS = {
     **_SLIDING,
@@ -41,6 +42,25 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
     # Latent attention, and branches with a scale.
     "minicpm3": _text(
         "MiniCPM3ForCausalLM", **{"num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 2}, **LATENT
+    ),
+    # Positions as complex numbers.
+    "deepseek_v2": _text(
+        "DeepseekV2ForCausalLM",
+        **{"num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 2},
+        **{**LATENT, "q_lora_rank": None},
+    ),
+    # Latent attention without positions, behind linear attention.
+    "kimi_linear": _text(
+        "KimiLinearForCausalLM",
+        **{"num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
+        **{"mlp_layer_types": ["dense", "dense"], "linear_head_dim": 16, "linear_num_heads": 4},
+        **{**LATENT, "q_lora_rank": None},
+    ),
+    # A projection whose sigmoid multiplies the heads.
+    "afmoe": _text("AfmoeForCausalLM", **_SLIDING, head_dim=16, num_dense_layers=2),
+    # One whose softplus does, in float32, with a number for each head.
+    "laguna": _text(
+        "LagunaForCausalLM", **_SLIDING, head_dim=16, mlp_layer_types=["dense", "dense"], gating="per-head"
     ),
     # One layer without positions.
     "smollm3": _text("SmolLM3ForCausalLM", no_rope_layers=[1, 0]),
@@ -109,6 +129,7 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
         initializer_range=0.1,
         eos_token_id=None,
     ),
+    "gptj": language_model("GPTJForCausalLM", **_GPT, rotary_dim=8),
     "gpt_neox_in_a_row": _text("GPTNeoXForCausalLM", use_parallel_residual=False),
 }
 

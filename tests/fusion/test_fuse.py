@@ -31,8 +31,8 @@ FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     "gemma4": ((*BOTH, "layer input"),) * 4,
     "granite_hybrid": (("mixture",), ("mlp",), MIXTURE, ("mlp",)),
     # The first layer is a convolution, or linear attention.
-    **dict.fromkeys(("lfm2", "qwen3_5"), (("mlp",), BOTH)),
-    **dict.fromkeys(("falcon", "gpt_neo", "mpt"), (("mlp",), ("mlp",))),
+    **dict.fromkeys(("lfm2", "qwen3_5", "kimi_linear"), (("mlp",), BOTH)),
+    **dict.fromkeys(("falcon", "gpt_neo", "gptj", "mpt"), (("mlp",), ("mlp",))),
 }
 DECODERS = tuple(FUSED)
 FUSED |= dict.fromkeys(("bert", "bert_classifier", "roberta", "distilbert", *ENCODERS), (BOTH, BOTH))
@@ -70,10 +70,13 @@ NO_CACHE = {
     "qwen3_5",
     "mpt",
     "lfm2",
+    "deepseek_v2",
     "deepseek_v3",
+    "kimi_linear",
     "minicpm3",
     "falcon",
     "gpt_neo",
+    "gptj",
     "gpt2",
     "mistral",
     "qwen2",

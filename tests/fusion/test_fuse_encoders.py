@@ -11,17 +11,28 @@ import transformers
 from families import Example
 from torch import nn
 
-from fusion.encoders import CALLED, DECODERS_ALONE, LAYER_SCALES, NORMS_FIRST, OTHER_ATTENTION, PACKED, nllb
-from fusion.test_fuse import BOTH, WITH_ENCODER, fused_parts
+from fusion.encoders import (
+    CALLED,
+    DECODERS_ALONE,
+    LAYER_SCALES,
+    NORMS_FIRST,
+    OTHER_ATTENTION,
+    PACKED,
+    WITH_ENCODER,
+    nllb,
+)
+from fusion.test_fuse import BOTH, fused_parts
+from fusion.test_fuse import WITH_ENCODER as AND_CROSS
 from qgemm import fuse, fusion_report, quantize_model
 from qgemm.fusion.verify import MAX_ERROR
 from qgemm.nn.blocks.binding import fused_of
 
-ENCODERS = {**LAYER_SCALES, **NORMS_FIRST, **DECODERS_ALONE, **PACKED, **OTHER_ATTENTION, **CALLED, "nllb": nllb}
+ENCODERS = {**LAYER_SCALES, **NORMS_FIRST, **DECODERS_ALONE, **PACKED, **OTHER_ATTENTION, **CALLED, **WITH_ENCODER}
 FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(ENCODERS, (BOTH, BOTH)),
     **dict.fromkeys(CALLED, (("mlp",), ("mlp",))),
-    "nllb": (BOTH, BOTH, WITH_ENCODER, WITH_ENCODER),
+    **dict.fromkeys(WITH_ENCODER, (BOTH, BOTH, AND_CROSS, AND_CROSS)),
+    "moonshine": (BOTH, BOTH, AND_CROSS[:2], AND_CROSS[:2]),
 }
 
 
@@ -47,6 +58,19 @@ def test_a_fused_encoder_has_the_bits_of_the_model(family: str, dtype: torch.dty
         return
     assert torch.equal(example.output(), expected)
     assert torch.equal(many.output(), expected_of_many)
+
+
+@pytest.mark.parametrize("family", WITH_ENCODER)
+def test_decoders_generate_as_before(family: str) -> None:
+    """With keys and values of the encoder in the cache."""
+    found = quantized(family)
+    model: Any = found.model
+    given = {name: x for name, x in found.inputs.items() if not name.startswith("decoder")}
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_beams": 1}
+    expected = model.generate(**given, **options)
+    fuse(model, found.inputs)
+    assert torch.equal(model.generate(**given, **options), expected)
+    assert torch.equal(model.generate(**given, **options, use_cache=False), expected)
 
 
 class _PlusOne(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import warnings
 from functools import partial
 from pathlib import Path
@@ -418,6 +420,37 @@ def test_attention_with_a_projection_of_another_name_is_left_alone() -> None:
     fuse(model)
     assert fused_parts(model)[:2] == (BOTH, ("mlp",))
     assert "the projections of Renamed are unknown" in fusion_report(model).records[1].reason
+
+
+def test_attention_that_takes_a_number_is_left_alone() -> None:
+    """It may be that of a layer in the cache, as Hrm-Text's is: a call without a cache doesn't show that."""
+    model: Any = quantized("llama").model
+    attention = model.model.layers[1].self_attn
+    own = type(attention)
+
+    class Counted(own):  # type: ignore[misc, valid-type]
+        @functools.wraps(own.forward)
+        def forward(self, *args: Any, **others: Any) -> Any:
+            return super().forward(*args, **others)
+
+    signature = inspect.signature(own.forward)
+    more = inspect.Parameter("offset", inspect.Parameter.KEYWORD_ONLY, default=0)
+    *known, last = signature.parameters.values()
+    Counted.forward.__signature__ = signature.replace(parameters=[*known, more, last])  # type: ignore[attr-defined]
+    attention.__class__ = Counted
+    fuse(model)
+    assert fused_parts(model)[:2] == (BOTH, ("mlp",))
+    assert "Counted takes offset, too" in fusion_report(model).records[1].reason
+
+
+def test_an_mlp_with_more_parts_is_called_as_it_is() -> None:
+    """Such as Kosmos-2.5's norm between its layers; dropout and the like aside."""
+    model: Any = quantized("llama").model
+    model.model.layers[0].mlp.dropout = nn.Dropout(0.1)
+    model.model.layers[1].mlp.norm = nn.LayerNorm(96)
+    fuse(model)
+    assert fused_parts(model) == (BOTH, ("attention",))
+    assert fusion_report(model).records[1].reason == "mlp: it has norm, which is unknown"
 
 
 def test_an_mlp_that_takes_anything_is_fused() -> None:

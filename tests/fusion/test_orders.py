@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from qgemm.fusion.orders import Norms, is_of_other_form, orders_of_parts
+from qgemm.fusion.orders import Norms, is_of_other_form, norms_of_cross, orders_of_parts
 
 # Code of a layer with attention ``attn``, ``mlp``, and norms ``a``, ``b``, ``c``, ``d``; what it computes.
 LAYERS: dict[str, Norms] = {
@@ -95,3 +95,20 @@ def test_what_a_layer_says_of_its_form_counts(
 ) -> None:
     layer = layer_of("return x", **attributes)
     assert tuple(order for order in orders if not is_of_other_form(layer, orders, order)) == left
+
+
+@pytest.mark.parametrize(
+    ("code", "norms"),
+    [
+        ("x = x + self.attn(self.a(x)); h = self.b(x); x = x + self.cross(h); h = self.c(x); self.mlp(h)", ("b", "")),
+        (
+            "h = self.attn(x); h = self.a(h); h = self.b(h); self.cross(h); h = self.c(h); h = self.d(h); self.mlp(h)",
+            ("b", "c"),
+        ),
+        ("h = self.attn(x); h = self.cross(h); h = self.a(h); self.mlp(h)", ("", "")),  # which of the two it belongs to
+        ("h = self.cross(x); h = self.a(h); h = self.attn(h); h = self.b(h); self.mlp(h)", ("", "")),
+        ("h = self.attn(x); h = self.a(h); self.mlp(h)", ("", "")),
+    ],
+)
+def test_norms_of_attention_to_an_encoder(code: str, norms: tuple[str, str]) -> None:
+    assert norms_of_cross(layer_of(code), {*"abcd"}, "attn", "cross", "mlp") == norms

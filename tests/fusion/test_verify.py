@@ -71,7 +71,7 @@ def test_a_scale_counts_for_more_than_roundings() -> None:
 class Scaled(nn.Module):
     """``scale * hidden_states``."""
 
-    def forward(self, hidden_states: Tensor, scale: float = 1.0, **others: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, scale: float = 1.0, past_key_values: Any = None, **others: Any) -> Tensor:
         return scale * others.get("old_name", hidden_states)
 
 
@@ -93,13 +93,15 @@ class Calls(nn.Module):
         (lambda layer, x: layer(x), {}),
         (lambda layer, x: layer(x, 2.0), {"scale": 2.0}),
         (lambda layer, x: layer(x, scale=2.0, past_key_values=None), {"scale": 2.0}),
+        (lambda layer, x: layer(x, 2.0, "cache"), {"scale": 2.0}),
         (lambda layer, x: layer(scale=2.0, hidden_states=x), {"scale": 2.0}),
         (lambda layer, x: layer(None, 2.0, old_name=x), None),
     ],
 )
 def test_a_call_is_recorded_by_names(way: Callable[..., Tensor], others: dict[str, Any] | None) -> None:
     model, x = Calls(way), torch.ones(2, 3)
-    calls = record_calls(model, [model.layer], {"x": x}, SiblingWatch({}))
+    with record_calls([model.layer], SiblingWatch({})) as calls:
+        model(x)
     assert not model.layer._forward_hooks
     if others is None:
         assert calls == {}

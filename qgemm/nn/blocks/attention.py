@@ -145,6 +145,8 @@ class FusedAttention:
     - ``by_head``: whether the columns of ``qkv`` are query, key and value of one head, then those of the next.
     - ``values``: where values come from, one of ``rotary.call.VALUES``; ``value_norm``: their norm, if they have one.
     - ``gated``: whether a gate follows each head of the queries; the head's output is multiplied by its sigmoid.
+    - ``gate``, ``gate_function``: a projection whose output, through that function, multiplies heads, or None. It has a
+      column for each of theirs, or for each head.
     - ``shared``: keys and values that other layers read too, or None. A layer that reads them has none of its own.
     - ``temperature``, ``position_scale``: a factor of queries by their position, or None.
     - ``position_bias``: what is added to the scores if the layer gets no such argument, or None.
@@ -173,6 +175,8 @@ class FusedAttention:
     values: str = "plain"
     value_norm: nn.Module | None = None
     gated: bool = False
+    gate: MergedWeights | None = None
+    gate_function: Callable[[Tensor], Tensor] = torch.sigmoid
     shared: SharedStates | None = None
     temperature: Temperature | None = None
     position_scale: PositionScale | None = None
@@ -185,7 +189,7 @@ class FusedAttention:
     @property
     def products(self) -> tuple[MergedWeights, ...]:
         """The weights of its products."""
-        return (self.qkv, self.out)
+        return (self.qkv, self.out) if self.gate is None else (self.qkv, self.gate, self.out)
 
     def __call__(
         self,
@@ -200,7 +204,7 @@ class FusedAttention:
         ``operands``: those of its products. ``context``: the module's other arguments; afterwards it also contains the
         position bias, which the next layer may get.
         """
-        into, out_of = operands
+        into, *gates, out_of = operands
         others = dict(context)
         mask, cache = others.pop("attention_mask", None), others.pop(self.cache_name, None)
         positions, states = others.pop("position_embeddings", None), others.pop(SHARED_STATES, None)
@@ -237,6 +241,9 @@ class FusedAttention:
         del q, k, v
         if gate is not None:
             out = out * torch.sigmoid(gate)
+        for operand in gates:
+            factor = self.gate_function(operand.product(x, dtype))
+            out = out * factor.view(*out.shape[:-1], -1)
         return out_of.product(out.reshape(*shape, -1), dtype, residual)
 
     def _scaled(self, q: Tensor, seen: Any, others: Mapping[str, Any]) -> Tensor:

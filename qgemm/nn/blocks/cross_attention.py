@@ -6,7 +6,7 @@ Keys and values are computed once for all tokens, and are read from the cache af
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class FusedCrossAttention:
     - ``head_dim``, ``functions``, ``eager``, ``scaling``, ``query_scaling``: as in ``FusedAttention``.
     - ``names``: what the layer's arguments are called in a call of the module; None for those that it doesn't get.
       ``states_name``, ``mask_name``: the names of the encoder's output and of the mask there.
-    - ``position_bias``: as in ``FusedAttention``.
+    - ``position_bias``, ``told``: as in ``FusedAttention``.
     """
 
     module: Any
@@ -45,6 +45,7 @@ class FusedCrossAttention:
     states_name: str = KEY_VALUE_STATES
     mask_name: str = "attention_mask"
     position_bias: PositionBias | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
@@ -79,6 +80,7 @@ class FusedCrossAttention:
                 cache.is_updated[layer] = True
         if self.position_bias is not None and others.get(POSITION_BIAS) is None:
             others[POSITION_BIAS] = context[POSITION_BIAS] = self.position_bias(self.module, q, k, 0)
+        others.update(self.told)
         attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
         out, _ = attend(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)
         return out_of.product(out.reshape(*shape, -1), dtype, residual)

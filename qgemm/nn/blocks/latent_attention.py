@@ -25,7 +25,8 @@ class FusedLatentAttention:
 
     - ``module``: the module; ``first``: its projections that read the input; ``out``: its output projection.
     - ``query_norm``, ``query``: what computes queries from latents; None where the first product gives the queries.
-    - ``rotate``: ``(q, k, cos, sin) -> (q, k)``, of ``[B, H, S, R]`` each.
+    - ``rotate``: ``(q, k, *positions) -> (q, k)``, of ``[B, H, S, R]`` each, with cosines and sines or complex numbers;
+      None for a module without positions, such as Kimi Linear's.
     - ``functions``, ``eager``: transformers' attention functions by name, and the module's own function.
     - ``cache_name``, ``position_scale``: as in ``FusedAttention``.
     """
@@ -35,7 +36,7 @@ class FusedLatentAttention:
     out: MergedWeights
     query_norm: NormStep | None
     query: MergedWeights | None
-    rotate: Callable[..., tuple[Tensor, Tensor]]
+    rotate: Callable[..., tuple[Tensor, Tensor]] | None
     functions: Any
     eager: Callable[..., Any]
     cache_name: str
@@ -62,7 +63,7 @@ class FusedLatentAttention:
         """The output of the module for ``x [B, S, K]``, plus ``residual``, in ``dtype``; see ``FusedAttention``."""
         others, module = dict(context), self.module
         mask, cache = others.pop("attention_mask", None), others.pop(self.cache_name, None)
-        cos, sin = others.pop("position_embeddings")
+        positions = others.pop("position_embeddings", None)
         rank, R, D = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim
         into = operands[0].product(x, dtype)
         B, S, width = into.shape
@@ -71,7 +72,9 @@ class FusedLatentAttention:
             q = operands[2].product(read(q, self.query_norm, operands[2:]), dtype)
         q_pass, q_rot = q.view(B, S, -1, D + R).transpose(1, 2).split([D, R], dim=-1)
         latent = module.kv_a_layernorm(latent).view(B, 1, S, rank)
-        q_rot, k_rot = self.rotate(q_rot, k_rot.view(B, 1, S, R), cos, sin)
+        k_rot = k_rot.view(B, 1, S, R)
+        if self.rotate is not None:
+            q_rot, k_rot = self.rotate(q_rot, k_rot, *(positions if isinstance(positions, tuple) else (positions,)))
         if cache is not None:
             latent, k_rot = update_cache(cache, self.cache_name, latent, k_rot, module.layer_idx, others)
         k, v = module.expand_kv(latent, k_rot)
