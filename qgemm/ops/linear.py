@@ -41,7 +41,7 @@ from qgemm.ops.direct import (
     seen_by_others,
 )
 from qgemm.ops.float_weight import float_weight
-from qgemm.ops.rows import activate
+from qgemm.ops.rows import activate, reorder
 
 
 def quant_linear(
@@ -84,12 +84,12 @@ def quant_linear(
 def weight_only_linear(x: Tensor, weight: ScaledWeight, residual: Tensor | None = None) -> Tensor:
     """``torch.ops.qgemm.weight_only_linear``, with less host time where possible, as in ``quant_linear``."""
     out: Tensor
-    values, scale, zero_point, global_scale, input_order, bias = weight[:6]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (weight.input_order is not None and not _fits_order(x, weight)):
         out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
-    if input_order is not None:
-        return _weight_only_linear_in_order(x, weight, input_order, residual)
+    if weight.input_order is not None:
+        x, weight = _in_order(x, weight)
+    values, scale, zero_point, global_scale, _, bias = weight[:6]
     step = weight.step
     other, what = (zero_point, weight[6:10]) if step is None else (step, (*weight[6:10], "step"))
     other = other if global_scale is None else global_scale
@@ -120,27 +120,31 @@ def weight_only_activated(x: Tensor, weight: ScaledWeight, gates: Gates) -> Tens
     ``weight``: its outputs are as many gates as ups, by ``gates`` which of them first.
     """
     out = None
-    if not torch.compiler.is_compiling() and weight.input_order is None and not weight.int8_activations:
+    if not torch.compiler.is_compiling() and not weight.int8_activations:
+        if _fits_order(x, weight):
+            x, weight = _in_order(x, weight)
         other = weight.zero_point if weight.global_scale is None else weight.global_scale
         tensors = x, weight.values, weight.scale, weight.bias, other
-        run = recall(*tensors, what=(*weight[6:10], gates))
+        run = None if weight.input_order is not None else recall(*tensors, what=(*weight[6:10], gates))
         if run is not None:
             out = run(*tensors)
-        elif not seen_by_others(*tensors):
+        elif weight.input_order is None and not seen_by_others(*tensors):
             out = weight_only.weight_only_activated(x, weight, gates)
     return activate(weight_only_linear(x, weight), gates.activation, True, gates.up_first) if out is None else out
 
 
-def _weight_only_linear_in_order(
-    x: Tensor, weight: ScaledWeight, input_order: Tensor, residual: Tensor | None
-) -> Tensor:
-    """``weight_only_linear`` of a weight whose columns are in another order than those of ``x``."""
-    fits = x.layout == torch.strided and x.shape[-1:] == input_order.shape and x.device == input_order.device
-    if not fits or type(x) not in (Tensor, torch.nn.Parameter):
-        out: Tensor = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
-        return out
-    ordered = ScaledWeight._make((*weight[:4], None, *weight[5:]))
-    return weight_only_linear(x.index_select(-1, input_order), ordered, residual)
+def _fits_order(x: Tensor, weight: ScaledWeight) -> bool:
+    """Whether ``weight`` has an order of its columns, which those of ``x`` can be brought into."""
+    order = weight.input_order
+    if order is None or type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    return x.layout == torch.strided and x.shape[-1:] == order.shape and x.device == order.device
+
+
+def _in_order(x: Tensor, weight: ScaledWeight) -> tuple[Tensor, ScaledWeight]:
+    """``x`` with its columns in the order of the weight's, and the weight without that order."""
+    assert weight.input_order is not None
+    return reorder(x, weight.input_order), ScaledWeight._make((*weight[:4], None, *weight[5:]))
 
 
 def _recall_without_gradients(*call: Any) -> Run | None:

@@ -93,6 +93,23 @@ def hadamard(x: Tensor) -> Tensor:
     return out
 
 
+def reorder(x: Tensor, order: Tensor) -> Tensor:
+    """``x.index_select(-1, order)`` for a permutation ``order``, int32 ``[K]``; with less time on a GPU."""
+    recalled = recall_launch(("reorder",), (x, order))
+    if recalled is not None:
+        return recalled[0]
+    if not x.is_cuda or not x.is_floating_point() or not order.is_contiguous() or seen_by_others(x, order):
+        return x.index_select(-1, order)
+    from qgemm.kernels.reorder import launcher
+
+    rows = x.resolve_neg()
+    out = launcher.reorder(rows, order)
+    if rows is x and x.is_contiguous():
+        launched = lambda: (launcher.find_launch(x.view(-1, x.shape[-1])), (x, order, out))  # noqa: E731
+        remember_launch(("reorder",), (x, order), (out,), launched)
+    return out
+
+
 # PyTorch leaves out arguments that have their default at the end of a call, so a dtype of None never comes.
 def _quantize_rows_fake(
     x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage

@@ -10,6 +10,7 @@ from qgemm.kernels.activations import GPT_OSS, GatedActivation
 from qgemm.kernels.hadamard import launcher as rotation
 from qgemm.kernels.norm import launcher as norms
 from qgemm.kernels.norms import MODULATED, Norm, NormCall
+from qgemm.kernels.reorder.launcher import reorder
 from qgemm.kernels.sampling import launcher as sampling
 from qgemm.kernels.sampling.choice import Choice
 from qgemm.numerics.formats import FP8, INT8
@@ -52,6 +53,7 @@ def row_cases() -> Iterator[Case]:
     yield Case("activation bfloat16", lambda: activate.activate(rows(28_672, bf16), "silu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
     yield Case("activation gradients bfloat16", lambda: activation_backward(2880, bf16, GPT_OSS))
+    yield Case("rows reorder bfloat16", lambda: reorder(rows(4096, bf16), rows(4096, torch.int32)[0]))
     yield Case("rows hadamard float16", lambda: rotation.hadamard(rows(4096, fp16)))
     yield Case("rows hadamard longest bfloat16", lambda: rotation.hadamard(rows(rotation.MAX_SIZE, bf16)))
     yield Case("rows hadamard short bfloat16", lambda: rotation.hadamard(rows(3 * 64, bf16)))
