@@ -81,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.scaled_weight",
         "qgemm.kernels.stored_form",
         "qgemm.kernels.quantize",
+        "qgemm.kernels.reorder",
         "qgemm.kernels.gemm",
         "qgemm.kernels.linear",
         "qgemm.numerics",

@@ -16,6 +16,7 @@ from torch import Tensor
 from qgemm.kernels import checks, dispatch
 from qgemm.kernels.activations import activated
 from qgemm.kernels.hadamard import dispatch as rotation
+from qgemm.kernels.reorder import dispatch as reordering
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
@@ -94,18 +95,20 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def reorder(x: Tensor, order: Tensor) -> Tensor:
-    """``x.index_select(-1, order)`` for a permutation ``order``, int32 ``[K]``; with less time on a GPU."""
+    """``x.index_select(-1, order)`` for a permutation ``order``, int32 ``[K]``, with less time on a GPU."""
     recalled = recall_launch(("reorder",), (x, order))
     if recalled is not None:
         return recalled[0]
-    if not x.is_cuda or not x.is_floating_point() or not order.is_contiguous() or seen_by_others(x, order):
+    if seen_by_others(x, order):
         return x.index_select(-1, order)
-    from qgemm.kernels.reorder import launcher
+    out = reordering.reorder(x, order)
 
-    rows = x.resolve_neg()
-    out = launcher.reorder(rows, order)
-    if rows is x and x.is_contiguous():
-        launched = lambda: (launcher.find_launch(x.view(-1, x.shape[-1])), (x, order, out))  # noqa: E731
+    def launched() -> Any:
+        from qgemm.kernels.reorder import launcher
+
+        return launcher.find_launch(x.view(-1, x.shape[-1])), (x, order, out)
+
+    if reordering.is_one_launch(x, order):
         remember_launch(("reorder",), (x, order), (out,), launched)
     return out
 

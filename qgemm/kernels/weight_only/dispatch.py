@@ -12,6 +12,7 @@ from torch import Tensor
 from qgemm.kernels.activations import Gates
 from qgemm.kernels.checks import check_weight_only_linear, on_gpu
 from qgemm.kernels.cpu_rows import without_grad
+from qgemm.kernels.reorder.dispatch import reorder
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.weight_only import cpu, int8_cpu
 from qgemm.numerics.groups import to_input_order_
@@ -41,7 +42,7 @@ def weight_only_linear(
     x = x.resolve_neg()
     residual = None if residual is None else residual.resolve_neg()
     check_weight_only_linear(x, weight, residual)
-    x = x if weight.input_order is None else x.index_select(-1, weight.input_order)
+    x = x if weight.input_order is None else reorder(x, weight.input_order)
     if not on_gpu(x):
         return _on_cpu(x, weight, residual)
     # With gradients on or off, as it came: a call is recalled in the mode that it was remembered in.
