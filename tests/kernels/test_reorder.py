@@ -8,7 +8,7 @@ from qgemm.ops.rows import reorder
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 4096), (1, 1), (3, 1030), (17, 513), (2, 9, 100), (70,), (0, 8)])
+@pytest.mark.parametrize("shape", [(1, 4096), (1, 1), (3, 1030), (17, 513), (2, 9, 100), (70,), (0, 8), (3, 0)])
 def test_columns_are_reordered(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(shape, device=device).to(dtype)
     order = torch.randperm(shape[-1], device=device).int()
