@@ -183,6 +183,7 @@ def test_meta_and_to_empty(scheme: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of PyTorch 2.11 refuses integers")
 def test_fsdp_shards_all_but_single_numbers(tmp_path: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -27,7 +27,7 @@ def fits(x: Tensor) -> bool:
 def hadamard(x: Tensor) -> Tensor:
     """``dispatch.hadamard`` of an ``x`` that ``fits``."""
     rows = x.resolve_neg().contiguous()
-    out = torch.empty_like(rows)
+    out = x.new_empty(x.shape)  # empty_like keeps the strides of dimensions of size 1
     if out.numel():
         find_launch(rows)(rows, out)
     return out
