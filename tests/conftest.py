@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,18 @@ def pytest_collection_finish() -> None:
 def device() -> torch.device:
     """Where kernels run in this session: the GPU, or the CPU through the interpreter."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture
+def fsdp_mesh(tmp_path: Path) -> Iterator[Any]:
+    """A mesh of this process alone, for FSDP2 with quantized layers."""
+    if torch.__version__ < "2.12":
+        pytest.skip("FSDP2 of PyTorch 2.11 refuses integers")
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
 
 
 if not torch.cuda.is_available():

@@ -7,7 +7,6 @@ import functools
 import inspect
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ import transformers
 from families import FAMILIES, VOCABULARY, Example
 from families.example import LATENT, language_model, random, tokens
 from families.example import example as build_example
-from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
@@ -293,20 +291,16 @@ def test_layers_that_accelerate_moves_are_left_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_fused_before_fsdp_shards_it(tmp_path: Path) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh, example = init_device_mesh("cpu", (1,)), quantized("llama")
-        wanted = example.output()
-        late = copy.deepcopy(example.model)
-        fully_shard(late, mesh=mesh)
-        with pytest.raises(ValueError, match=r"q_proj.* is sharded among processes, by FSDP: call fuse before"):
-            fuse(late)
-        fuse(example.model)
-        fully_shard(example.model, mesh=mesh)
-        assert torch.equal(example.output(), wanted)
-    finally:
-        distributed.destroy_process_group()
+def test_a_model_is_fused_before_fsdp_shards_it(fsdp_mesh: Any) -> None:
+    example = quantized("llama")
+    wanted = example.output()
+    late = copy.deepcopy(example.model)
+    fully_shard(late, mesh=fsdp_mesh)
+    with pytest.raises(ValueError, match=r"q_proj.* is sharded among processes, by FSDP: call fuse before"):
+        fuse(late)
+    fuse(example.model)
+    fully_shard(example.model, mesh=fsdp_mesh)
+    assert torch.equal(example.output(), wanted)
 
 
 def test_a_router_that_accelerate_moves_is_left_alone() -> None:

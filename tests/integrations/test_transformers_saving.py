@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.models import tiny_llama
-from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import qgemm
@@ -59,21 +57,16 @@ def test_tensors_that_are_offloaded(tied: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_that_fsdp_has_sharded(tied: bool, tmp_path: Path) -> None:
+def test_a_model_that_fsdp_has_sharded(tied: bool, tmp_path: Path, fsdp_mesh: Any) -> None:
     model: Any = qgemm.quantize_model(tiny_llama(tied))
     with torch.no_grad():
         wanted = model(IDS).logits
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        with pytest.raises(ValueError, match=r"is sharded .*state_dict=get_model_state_dict\(model, "):
-            model.save_pretrained(tmp_path / "parts")
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model.save_pretrained(tmp_path / "whole", state_dict=get_model_state_dict(model, options=options))
-    finally:
-        distributed.destroy_process_group()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=fsdp_mesh)
+    fully_shard(model, mesh=fsdp_mesh)
+    with pytest.raises(ValueError, match=r"is sharded .*state_dict=get_model_state_dict\(model, "):
+        model.save_pretrained(tmp_path / "parts")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model.save_pretrained(tmp_path / "whole", state_dict=get_model_state_dict(model, options=options))
     assert torch.equal(load(tmp_path / "whole")(IDS).logits, wanted)
     assert torch.equal(qgemm.load_quantized(tmp_path / "whole")(IDS).logits, wanted)

@@ -4,13 +4,12 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from families.schemes import quantized_layer
-from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -183,20 +182,15 @@ def test_meta_and_to_empty(scheme: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of PyTorch 2.11 refuses integers")
-def test_fsdp_shards_all_but_single_numbers(tmp_path: Path) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh, x = init_device_mesh("cpu", (1,)), torch.randn(3, K)
-        for scheme in ("int8", "int8-static", "int8-static-asymmetric", "fp8-block", "int4"):
-            layer, own = make(scheme), x.clone().requires_grad_()
-            wanted = layer(own)
-            (wanted_grad,) = torch.autograd.grad(wanted.sum(), own)
-            numbers = {parameter for parameter in layer.parameters() if parameter.ndim == 0}
-            fully_shard(layer, mesh=mesh, ignored_params=numbers)
-            assert all(isinstance(each, DTensor) != (each.ndim == 0) for each in layer.parameters())
-            out = layer(own)
-            assert torch.equal(out, wanted), scheme
-            assert torch.equal(torch.autograd.grad(out.sum(), own)[0], wanted_grad), scheme
-    finally:
-        distributed.destroy_process_group()
+def test_fsdp_shards_all_but_single_numbers(fsdp_mesh: Any) -> None:
+    x = torch.randn(3, K)
+    for scheme in ("int8", "int8-static", "int8-static-asymmetric", "fp8-block", "int4"):
+        layer, own = make(scheme), x.clone().requires_grad_()
+        wanted = layer(own)
+        (wanted_grad,) = torch.autograd.grad(wanted.sum(), own)
+        numbers = {parameter for parameter in layer.parameters() if parameter.ndim == 0}
+        fully_shard(layer, mesh=fsdp_mesh, ignored_params=numbers)
+        assert all(isinstance(each, DTensor) != (each.ndim == 0) for each in layer.parameters())
+        out = layer(own)
+        assert torch.equal(out, wanted), scheme
+        assert torch.equal(torch.autograd.grad(out.sum(), own)[0], wanted_grad), scheme
