@@ -262,7 +262,7 @@ def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("M", "dtype", "fused"),
-    [(1, torch.bfloat16, True), (0, torch.bfloat16, False), (1, torch.float32, False), (17, torch.bfloat16, False)],
+    [(1, torch.bfloat16, True)] + [(M, torch.bfloat16, False) for M in (0, 8, 17, 64)] + [(1, torch.float32, False)],
 )
 def test_which_gates_one_kernel_activates(
     M: int, dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
