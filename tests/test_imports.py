@@ -142,6 +142,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.cpu_rows",
         "qgemm.kernels.quantize",
         "qgemm.kernels.grouped",
+        "qgemm.kernels.weight_only",
         "qgemm.kernels.stored_form",
         "qgemm.numerics",
         "qgemm.kernels.routing",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -11,6 +11,10 @@ from qgemm.numerics.formats import FORMATS
 
 BLOCK_BYTES = 128
 """The bytes of a row of the weight that are multiplied at a time."""
+WORD = 4
+"""The bytes of a word."""
+VECTOR = 16
+"""The bytes of a row that a thread reads at a time."""
 WHOLE_ROW = 2**30
 """A group longer than any row, where one scale of a row can't be left to the sums."""
 Precision = Literal["exact", "two", "float"]
@@ -41,6 +45,18 @@ class StoredForm:
         if float_zeros:
             group = group or WHOLE_ROW
         return cls(name, group, has_zeros=zero_point is not None, float_zeros=float_zeros)
+
+    def of_rows(self, K: int, scale: Tensor, zero_point: Tensor | None) -> StoredForm:
+        """The form with what rows of ``K`` values, and these scales and zero points, allow kernels to load together."""
+        whole = self.has_small_groups and K % self.block == 0
+        if whole:
+            count = self.block // self.group
+            for each in (scale,) if zero_point is None else (scale, zero_point):
+                aligned = each.data_ptr() % VECTOR == 0 and each.stride(-2) % count == 0
+                whole = whole and aligned and count * each.itemsize >= WORD
+        pairs = self.bits == 4 and self.group == BLOCK_BYTES and not self.float_zeros and K % self.block == 0
+        pairs = pairs and 2 * scale.itemsize == WORD and scale.stride(-2) % 2 == 0 and scale.data_ptr() % WORD == 0
+        return replace(self, paired=pairs, whole=whole)
 
     @property
     def has_codebook(self) -> bool:

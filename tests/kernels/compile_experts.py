@@ -18,6 +18,7 @@ from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.router import launcher as router
 from qgemm.kernels.routing import Routing
 from qgemm.nn import QuantExperts
+from qgemm.nn.experts import expert_weights
 from qgemm.numerics.formats import FP8
 
 GROUPS = 256
@@ -64,11 +65,16 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
     yield Case("experts weights many", lambda: weight_only(2048, "int4-32-asymmetric", fp16), only=both)
     yield Case("experts weights-floats many", lambda: weight_only(2048, "int8-weight-32-float-zeros", bf16), only=both)
     if limits.hopper:
-        few = ("_few_tokens_kernel", "_combine_kernel")
-        yield Case("experts hopper few", lambda: weight_only(1, "mxfp4", bf16), only=few)
-        yield Case("experts several int4", lambda: weight_only(16, "int4-asymmetric", fp16), only=few[:1])
-        yield Case("experts several-floats int4", lambda: weight_only(16, "int4-float-zeros", bf16), only=few[:1])
-        yield Case("experts several fp8", lambda: weight_only(16, "fp8-weight", bf16), only=few[:1])
+        few = ("_list_pairs_kernel", "_few_tokens_kernel", "_combine_kernel")
+        yield Case("experts hopper few", lambda: weight_only(1, "mxfp4", bf16), only=few[1:])
+        yield Case("experts several int4", lambda: weight_only(16, "int4-asymmetric", fp16), only=few[:2])
+        yield Case("experts several-floats int4", lambda: weight_only(16, "int4-float-zeros", bf16), only=few[1:2])
+        yield Case("experts several fp8", lambda: weight_only(16, "fp8-weight", bf16), only=few[1:2])
+        yield Case("experts several mxfp4", lambda: weight_only(64, "mxfp4", bf16), only=few[1:2])
+        yield Case("experts several mxfp4 more", lambda: weight_only(128, "mxfp4", bf16), only=few[1:2])
+        for T in (1, 16, 64):
+            label = f"experts several whole blocks {T}"
+            yield Case(label, lambda T=T: weight_only(T, "int4+mxfp4", bf16, 2048, 1536), only=few[1:2])
         yield Case(
             "experts hopper many", lambda: weight_only(2048, "mxfp4", bf16), only=("_grouped_weight_hopper_kernel",)
         )
@@ -122,15 +128,14 @@ def fp8_experts(T: int, dtype: torch.dtype, blocks: bool) -> None:
     moe.experts(torch.empty(T, hidden, dtype=dtype, device=META), index, torch.empty(T, top_k, device=META), weights)
 
 
-def weight_only(T: int, scheme: str, dtype: torch.dtype) -> None:
-    """The sizes of GPT-OSS."""
-    layer = QuantExperts(32, 2880, 2880, GPT_OSS, True, META, dtype, scheme)
-    ends = ("", "_scale", "_zero_point", "_global_scale", "_bias")
-    tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in ends]
-    form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
-    x = torch.empty(T, 2880, dtype=dtype, device=META)
+def weight_only(T: int, scheme: str, dtype: torch.dtype, hidden: int = 2880, intermediate: int = 2880) -> None:
+    """The sizes of GPT-OSS, unless others are given."""
+    layer = QuantExperts(32, hidden, intermediate, GPT_OSS, True, META, dtype, scheme)
+    held = expert_weights(layer.scheme, GPT_OSS, layer.stored)
+    assert isinstance(held, WeightOnlyExperts)
+    x = torch.empty(T, hidden, dtype=dtype, device=META)
     index, weights = torch.empty(T, 4, dtype=torch.int64, device=META), torch.empty(T, 4, device=META)
-    moe_weights.weight_only_experts(x, index, weights, WeightOnlyExperts(*tensors, GPT_OSS, *form, *form))
+    moe_weights.weight_only_experts(x, index, weights, held)
 
 
 def products(limits: DeviceLimits) -> Iterator[Case]:

@@ -5,6 +5,7 @@ The kernels run in Triton's interpreter here, compiled on a GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped import weight_launcher
 from qgemm.kernels.grouped.weight_launcher import BY_ROWS, WeightConfig, fits
 from qgemm.kernels.launch import plans as launch_plans
+from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.moe import launcher
 from qgemm.kernels.moe import weight_launcher as moe
+from qgemm.kernels.moe.few_tokens import list_pairs_launch
 from qgemm.kernels.reference import weight_only_experts_reference
 from qgemm.kernels.stored_form import StoredForm
 from qgemm.nn import QuantExperts
@@ -154,3 +157,20 @@ def test_a_config_fits_every_device(limits: Any, monkeypatch: pytest.MonkeyPatch
         assert all(fits(config, form, limits) for config in rows)
         assert [config.block_m for config in rows] == sorted(config.block_m for config in rows)
         assert rows[0].block_m == 16
+
+
+@pytest.mark.parametrize(("P", "experts"), [(6, 40), (40, 5), (70, 70), (300, 7)])
+def test_lists_of_pairs(P: int, experts: int, device: torch.device) -> None:
+    ids = torch.randint(0, experts, (P,), device=device)
+    ids[::4] = experts + 1  # elsewhere
+    ids[1] = -1
+    by_pair = experts > P
+    lists = torch.full((min(P, experts), 1 + P), -7, dtype=torch.int32, device=device)
+    list_pairs_launch(P, experts, replace(device_limits(device), pdl=False))(ids, lists)
+    for item, (count, *found) in enumerate(lists.tolist()):
+        expert = int(ids[item]) if by_pair else item
+        wanted = (ids == expert).nonzero().flatten().tolist() if 0 <= expert < experts else []
+        if by_pair and item not in wanted[:1]:
+            wanted = []  # another pair has the list
+        assert [count, *found[:count]] == [len(wanted), *wanted]
+        assert set(found[count:]) <= {-7}

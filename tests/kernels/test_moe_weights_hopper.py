@@ -15,22 +15,25 @@ from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped.weight_hopper import select_many_tokens
 from qgemm.kernels.moe import few_tokens
 from qgemm.kernels.moe import weight_launcher as moe
-from qgemm.kernels.moe.few_tokens import hopper_forms, is_few, select_few_tokens
+from qgemm.kernels.moe.few_tokens import hopper_forms
 from qgemm.kernels.reference import weight_only_experts_reference
 from qgemm.kernels.stored_form import WHOLE_ROW, StoredForm
 from qgemm.nn import QuantExperts
 from qgemm.nn.experts import expert_weights
 from qgemm.nn.quant_layer import frozen
-from tests.kernels.devices import H200
 
 E, TOP_K, H, INTERMEDIATE = 5, 2, 320, 704  # more than one block of K and a part of one; rows beyond a whole tile
 _ENDS = ("", "_scale", "_zero_point", "_global_scale", "_bias")
 
 
 def weights(
-    scheme: str, dtype: torch.dtype, device: torch.device, activation: GatedActivation = GPT_OSS
+    scheme: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: GatedActivation = GPT_OSS,
+    sizes: tuple[int, int] = (H, INTERMEDIATE),
 ) -> WeightOnlyExperts:
-    layer = QuantExperts(E, H, INTERMEDIATE, activation, True, device, dtype, scheme)
+    layer = QuantExperts(E, *sizes, activation, True, device, dtype, scheme)
     for name in layer.weight_names:
         made = []
         for _ in range(E):
@@ -47,14 +50,16 @@ def weights(
     return held
 
 
-def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def routed(
+    T: int, dtype: torch.dtype, device: torch.device, hidden: int = H
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, two experts of each, the first token's first elsewhere, and their weights."""
     index = torch.rand(T, E, device=device).topk(TOP_K).indices
     index[0, 0] = E
-    return torch.randn(T, H, device=device).to(dtype), index, torch.rand(T, TOP_K, device=device)
+    return torch.randn(T, hidden, device=device).to(dtype), index, torch.rand(T, TOP_K, device=device)
 
 
-@pytest.mark.parametrize("T", [1, 2, 4, 10, 300, 1000])
+@pytest.mark.parametrize("T", [1, 2, 4, 10, 30, 60, 300, 1000])
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
     [
@@ -67,6 +72,12 @@ def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tens
         ("int8-weight-float-zeros", torch.float16),
         ("int8-weight", torch.bfloat16),
         ("fp8-weight", torch.float16),
+        ("mxfp4", torch.float16),
+        ("nvfp4", torch.bfloat16),
+        ("nf4", torch.bfloat16),
+        ("mxfp8", torch.bfloat16),
+        ("int4-32-float-zeros", torch.bfloat16),
+        ("int8-weight-32", torch.bfloat16),
     ],
 )
 def test_kernels_compute_the_specification(T: int, scheme: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -82,7 +93,21 @@ def test_kernels_compute_the_specification(T: int, scheme: str, dtype: torch.dty
     assert torch.equal(moe.weight_only_experts(x, index, top_k_weights, held, residual), out)
 
 
-@pytest.mark.parametrize("T", [4, 300])
+@pytest.mark.parametrize("T", [1, 4, 30])
+@pytest.mark.parametrize("scheme", ["int4", "mxfp4", "nvfp4", "int4-32-float-zeros", "int8-weight-32"])
+def test_rows_of_whole_blocks(T: int, scheme: str, device: torch.device) -> None:
+    skip_elsewhere(device)
+    held = weights(scheme, torch.bfloat16, device, GatedActivation(), (512, 768))
+    forms = hopper_forms(held, torch.bfloat16)
+    assert forms is not None
+    assert all(form.whole or form.paired for form in forms)
+    x, index, top_k_weights = routed(T, torch.bfloat16, device, 512)
+    out = moe.weight_only_experts(x, index, top_k_weights, held)
+    wanted = weight_only_experts_reference(x, index, top_k_weights, held)
+    assert relative_error(out, wanted) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("T", [4, 30, 60, 300])
 def test_a_row_with_nan_gives_nan_there_alone(T: int, device: torch.device) -> None:
     skip_elsewhere(device)
     held = weights("mxfp4", torch.bfloat16, device)
@@ -103,7 +128,8 @@ def test_more_tokens_of_an_expert_than_a_program_takes_at_a_time(
     x, index, top_k_weights = routed(9, torch.bfloat16, device)
     index[:, 0] = 3
     index[:, 1] = 1
-    monkeypatch.setattr(moe, "is_few", lambda P, E: True)
+    tile = few_tokens.EIGHT
+    monkeypatch.setattr(moe, "select_few_tokens", lambda *_: tile)
     out = moe.weight_only_experts(x, index, top_k_weights, held)
     wanted = weight_only_experts_reference(x, index, top_k_weights, held)
     assert relative_error(out, wanted) < 2 * torch.finfo(torch.bfloat16).eps
@@ -125,38 +151,54 @@ def test_every_scale_of_8_bits_is_exact(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype", "form"),
+    ("scheme", "dtype", "forms"),
     [
-        ("mxfp4", torch.bfloat16, StoredForm("fp4", 32)),
-        ("mxfp4", torch.float16, None),  # which doesn't hold every power of 2
-        ("nvfp4", torch.bfloat16, None),
-        ("int4", torch.float16, StoredForm("int4", 128)),
-        ("int4-asymmetric", torch.bfloat16, StoredForm("int4", 128, has_zeros=True)),
-        ("int8-weight-float-zeros", torch.float16, StoredForm("int8", WHOLE_ROW, has_zeros=True, float_zeros=True)),
-        ("int4-32", torch.bfloat16, None),
-        ("int4+int4-32", torch.bfloat16, None),
-        ("int8-weight", torch.bfloat16, StoredForm("int8", 0)),
-        ("mxfp8", torch.bfloat16, None),
+        ("mxfp4", torch.bfloat16, [StoredForm("fp4", 32), StoredForm("fp4", 32, whole=True)]),
+        ("mxfp4", torch.float32, None),
+        ("int4", torch.float16, [StoredForm("int4", 128), StoredForm("int4", 128, paired=True)]),
+        (
+            "int4-asymmetric",
+            torch.bfloat16,
+            [StoredForm("int4", 128, True), StoredForm("int4", 128, True, paired=True)],
+        ),
+        ("int8-weight-float-zeros", torch.float16, [StoredForm("int8", WHOLE_ROW, True, float_zeros=True)] * 2),
+        ("int4+int4-32", torch.bfloat16, [StoredForm("int4", 128), StoredForm("int4", 32, whole=True)]),
+        ("int8-weight", torch.bfloat16, [StoredForm("int8", 0)] * 2),
+        ("mxfp8", torch.bfloat16, [StoredForm("fp8", 32, whole=True)] * 2),
     ],
 )
-def test_which_weights_the_kernels_take(scheme: str, dtype: torch.dtype, form: StoredForm | None) -> None:
-    layer = QuantExperts(2, 192, 320, GPT_OSS, True, "meta", dtype, scheme)
+def test_which_weights_the_kernel_takes(scheme: str, dtype: torch.dtype, forms: list[StoredForm] | None) -> None:
+    layer = QuantExperts(2, 128, 512, GPT_OSS, True, "meta", dtype, scheme)
     held = expert_weights(layer.scheme, GPT_OSS, layer.stored)
     assert isinstance(held, WeightOnlyExperts)
-    assert hopper_forms(held, dtype) == (None if form is None else [form, form])
+    assert hopper_forms(held, dtype) == forms
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("mxfp4", torch.float16), ("nvfp4", torch.bfloat16)])
+def test_many_tokens_take_a_kernel_for_mxfp4_in_bfloat16(scheme: str, dtype: torch.dtype) -> None:
+    for name, wanted in ((scheme, False), ("mxfp4", dtype == torch.bfloat16)):
+        layer = QuantExperts(2, 192, 320, GPT_OSS, True, "meta", dtype, name)
+        held = expert_weights(layer.scheme, GPT_OSS, layer.stored)
+        assert isinstance(held, WeightOnlyExperts)
+        assert moe.fits_many_tokens(held, dtype) is wanted
+
+
+def columns_of(T: int, top_k: int, experts: int, K: int, form: StoredForm) -> int:
+    """Of the tile that is chosen; 0 if another kernel is."""
+    tile = few_tokens.select_few_tokens(T, top_k, experts, K, form)
+    return 0 if tile is None else tile.columns
 
 
 def test_tiles_by_the_rows_of_an_expert() -> None:
-    # GPT-OSS's 32 experts, 4 a token.
-    assert [is_few(4 * T, 32) for T in (1, 16, 32, 64, 2048)] == [True] * 3 + [False] * 2
+    # GPT-OSS's 32 experts, 4 a token, whose rows end within a block; Qwen3's 128, 8 a token.
+    values, int4, int8 = StoredForm("fp4", 32), StoredForm("int4", 128), StoredForm("int8", 0)
+    tokens = (1, 16, 64, 128, 512, 1024)
+    assert [columns_of(T, 4, 32, 2880, values) for T in tokens] == [8, 8, 16, 32, 0, 0]
+    assert [columns_of(T, 8, 128, 2048, int4) for T in tokens] == [8, 8, 8, 16, 16, 0]
+    assert [columns_of(T, 8, 128, 2048, int8) for T in tokens] == [8, 8, 8, 0, 0, 0]
     assert [select_many_tokens(4 * T, 32) is not None for T in (1, 64, 512, 2048)] == [False] * 2 + [False, True]
-    # One program after the other: as few as there is room for, or several rounds.
-    tiles = (4, 1440, 10_080)
-    assert [few_tokens._tiles_of_program(each, few_tokens.FEW_TOKENS, H200) for each in tiles] == [1, 3, 5]
 
 
-def test_more_registers_and_fewer_programs_for_float_zero_points_of_4_bits() -> None:
-    floats = {"has_zeros": True, "float_zeros": True}
-    chosen = [select_few_tokens(StoredForm(name, 128, **floats)) for name in ("int4", "int8")]
-    assert chosen == [few_tokens.OF_FLOAT_ZEROS, few_tokens.FEW_TOKENS]
-    assert all(128 * each.programs * each.max_registers <= 65_536 for each in chosen)
+def test_a_single_token_has_tiles_of_few_rows_and_short_rows_have_tiles_of_many() -> None:
+    rows = [few_tokens.select_few_tokens(T, 8, 128, K, StoredForm("int4", 128)) for T in (1, 16) for K in (768, 2048)]
+    assert [None if tile is None else tile.rows for tile in rows] == [16, 16, 128, 64]

@@ -105,6 +105,30 @@ def _write_row(
 
 
 @triton.jit(do_not_specialize=["P"])
+def _list_pairs_kernel(ids, lists, P, E, BY_PAIR: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr):
+    """Each program lists the pairs of an expert, in order: how many there are, then each, in a row of ``lists``.
+
+    ``lists [E, 1 + P]``, or, if ``BY_PAIR``, ``[P, 1 + P]``: then only the first pair of an expert has a list that
+    isn't empty. ``PAIRS``: a power of 2, at least ``P``.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    item = tl.program_id(0)
+    pairs = tl.arange(0, PAIRS)
+    found = _load_ids(ids, pairs, P, E)
+    expert = item
+    if BY_PAIR:
+        expert = _load_ids(ids, item, P, E)
+        earlier = tl.max(((found == expert) & (pairs < item)).to(tl.int32), axis=0)
+        expert = tl.where((expert < 0) | (earlier > 0), -2, expert)
+    chosen = (found == expert).to(tl.int32)
+    own = lists + item * (1 + P)
+    tl.store(own, tl.sum(chosen, axis=0))
+    tl.store(own + tl.cumsum(chosen, axis=0), pairs, mask=chosen > 0)
+
+
+@triton.jit(do_not_specialize=["P"])
 def _count_pairs_kernel(
     ids, counts, P, E,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,

@@ -137,7 +137,7 @@ def plan_mixture(
 def name_tensors(weights: ExpertWeights | WeightOnlyExperts, adds: bool, parts: Iterable[str]) -> Names:
     """The names of a call's tensors and of the ``parts`` of its buffer. ``adds``: whether there is a residual."""
     own = dict(zip(weights._fields, weights.tensors, strict=False))
-    absent = {name for name, value in own.items() if value is None} | ({"q_scale", "h_scale"} - {*parts})
+    absent = {name for name, value in own.items() if value is None} | ({"lists", "q_scale", "h_scale"} - {*parts})
     names = ("x", "top_k_index", "top_k_weights", *own, "residual", "out", *parts)
     return Names(names, absent if adds else {*absent, "residual"})
 

@@ -1,8 +1,8 @@
 """Launcher of ``weight_only_experts`` on GPU tensors, CPU tensors in Triton's interpreter: ``experts``, in floats.
 
 Five launches for few tokens, seven for many; the first copies tokens into the order of their experts. On Hopper, few
-tokens take three launches: the first product applies the activation, and programs find an expert's tokens by
-themselves.
+tokens take four launches, and a single one three: the tokens of each expert are listed, not copied, and the first
+product applies the activation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped.weight_hopper import many_tokens_launch, select_many_tokens
 from qgemm.kernels.grouped.weight_launcher import select_weight_config, weight_product_launch
@@ -21,11 +20,18 @@ from qgemm.kernels.launch.launch import ALIGNMENT
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.steps import LaunchPlan, Layout, Names, Step, Tensors
 from qgemm.kernels.moe.checks import check_weight_only_experts
-from qgemm.kernels.moe.few_tokens import few_tokens_launch, hopper_forms, is_few, select_few_tokens
+from qgemm.kernels.moe.few_tokens import (
+    few_tokens_launch,
+    hopper_forms,
+    list_pairs_launch,
+    select_few_tokens,
+)
 from qgemm.kernels.moe.launcher import combine_launch, name_tensors, plan_mixture
 from qgemm.kernels.stored_form import StoredForm
+from qgemm.kernels.weight_only.few_rows_config import FewRows
 from qgemm.numerics.formats import FP8
 
+MXFP4_GROUP = 32  # values that share a power of 2
 _PARTS = WeightOnlyExperts._fields[:10]
 
 
@@ -62,11 +68,15 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
     if not (P and E and H):
         return _Plan(LaunchPlan(x.device.index, 0, (), ()))
     limits = device_limits(x.device)
-    forms = hopper_forms(weights, x.dtype) if limits.hopper and aligned else None
-    many = select_many_tokens(P, E) if forms is not None and all(form.has_small_groups for form in forms) else None
+    if limits.hopper and aligned and (forms := hopper_forms(weights, x.dtype)):
+        gate_up, down = (
+            select_few_tokens(T, top_k, E, k, form) for k, form in zip((H, intermediate), forms, strict=True)
+        )
+        if gate_up and down:
+            views = (*(None,) * 3, *(_view(name, weights, False) for name in _PARTS), None)
+            return _Plan(_few_tokens(x, top_k_index, weights, adds, forms, (gate_up, down)), views)
+    many = select_many_tokens(P, E) if limits.hopper and aligned and fits_many_tokens(weights, x.dtype) else None
     views = (*(None,) * 3, *(_view(name, weights, many is not None) for name in _PARTS), None)
-    if forms is not None and is_few(P, E):
-        return _Plan(_few_tokens(x, top_k_index, weights, adds, forms), views)
     if many is not None:
         block_m = many.columns
         first, second = (many_tokens_launch(P, E, n, k, many, x.dtype, limits) for n, k in ((N, H), (H, intermediate)))
@@ -88,6 +98,18 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds:
     return _Plan(plan_mixture(x, top_k_index, weights, adds, block_m, multiply), views)
 
 
+def fits_many_tokens(weights: WeightOnlyExperts, dtype: torch.dtype) -> bool:
+    """Whether Hopper's kernel of many tokens accepts ``weights`` with rows of ``dtype``: mxfp4 by bfloat16."""
+    return dtype == torch.bfloat16 and all(
+        part.format == "fp4"
+        and part.scale.dtype == torch.uint8
+        and part.group_size == MXFP4_GROUP
+        and part.weight.shape[1] % 16 == 0
+        and part.K % (2 * MXFP4_GROUP) == 0  # two exponents are loaded together
+        for part in weights.parts
+    )
+
+
 def _view(name: str, weights: WeightOnlyExperts, in_words: bool) -> torch.dtype | None:
     """The dtype that kernels view a tensor as. ``in_words``: pairs of a weight's bytes, and of exponents as scales."""
     value = getattr(weights, name)
@@ -106,27 +128,35 @@ def _few_tokens(
     weights: WeightOnlyExperts,
     adds: bool,
     forms: list[StoredForm],
+    tiles: tuple[FewRows, FewRows],
 ) -> LaunchPlan:
-    """Two products and a sum. The rows of ``h`` and ``y`` are pairs, in their order."""
+    """Lists of each expert's pairs, two products and a sum. The rows of ``h`` and ``y`` are pairs, in their order.
+
+    ``forms``, ``tiles``: of both weights.
+    """
     (T, top_k), (E, N, _), (H, intermediate) = top_k_index.shape, weights.gate_up.shape, weights.sizes
-    limits = device_limits(x.device)
+    P, limits = T * top_k, device_limits(x.device)
     layout = Layout()
-    layout.add("h", "h", (T * top_k, intermediate), x.dtype)
-    layout.add("y", "y", (T * top_k, H), x.dtype)
+    layout.add("h", "h", (P, intermediate), x.dtype)
+    layout.add("y", "y", (P, H), x.dtype)
+    if T > 1:
+        layout.add("lists", "lists", (min(P, E), 1 + P), torch.int32)
     size, parts = layout.parts()
     names = name_tensors(weights, adds, parts)
 
-    def multiply(
-        n: int, k: int, form: StoredForm, a: str, weight: str, out: str, activation: GatedActivation | None
-    ) -> Step:
-        launch = few_tokens_launch(T, top_k, E, n, k, form, select_few_tokens(form), activation, limits)
-        ends = [f"{weight}_{end}" for end in ("scale", "zero_point", "bias")]
-        return names.step(launch, a, "top_k_index", weight, *ends, out)
+    def multiply(part: int, a: str, weight: str, out: str) -> Step:
+        n, k = (H, intermediate) if part else (N, H)
+        activation = None if part else weights.activation
+        launch = few_tokens_launch(T, top_k, E, n, k, forms[part], tiles[part], activation, limits)
+        ends = [f"{weight}_{end}" for end in ("scale", "zero_point", "global_scale", "bias")]
+        return names.step(launch, a, "top_k_index", "lists", weight, *ends, out)
 
     combine = combine_launch(T, top_k, H, limits.pdl, limits, E, is_sorted=False)
-    steps = (
-        multiply(N, H, forms[0], "x", "gate_up", "h", weights.activation),
-        multiply(H, intermediate, forms[1], "h", "down", "y", None),
+    steps = [
+        multiply(0, "x", "gate_up", "h"),
+        multiply(1, "h", "down", "y"),
         names.step(combine, "y", "top_k_index", "top_k_weights", "residual", "out"),
-    )
-    return LaunchPlan(x.device.index, size, tuple(parts.values()), steps)
+    ]
+    if T > 1:
+        steps.insert(0, names.step(list_pairs_launch(P, E, limits), "top_k_index", "lists"))
+    return LaunchPlan(x.device.index, size, tuple(parts.values()), tuple(steps))

@@ -29,7 +29,7 @@ from qgemm.kernels.launch.plans import Run, plans, remember
 from qgemm.kernels.launch.tensor_map import TensorMap
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.kernels.stages.activations import device_activation
-from qgemm.kernels.stored_form import BLOCK_BYTES, StoredForm
+from qgemm.kernels.stored_form import BLOCK_BYTES, VECTOR, WORD, StoredForm
 from qgemm.kernels.weight_only import kernels
 from qgemm.kernels.weight_only.config import (
     TILE_ROWS,
@@ -48,9 +48,7 @@ MAX_PLAIN_ROWS = 64  # for more rows, PyTorch's product with a float weight is f
 PLAIN_COLUMNS = 16
 DEQUANTIZED_ROWS = 16
 PANEL = 64  # columns of x that are copied at a time
-VECTOR_BYTES = 16  # of a row that a thread reads, all with one scale
 SMALL_GROUPS = (16, 32, 64)  # of tiles
-WORD = 4  # bytes
 SCALE_BITS = torch.int8  # scales in e4m3; uint8 ones are exponents
 MAX_KEPT_SUMS = 2**21  # float32 in memory that a stream keeps; with more, a product takes longer than an allocation
 
@@ -310,8 +308,7 @@ def _make_plan(
         precision = form.precision(exact, x.dtype == torch.bfloat16)
         fits_tiles = N % 8 == 0 and most_rows(form, precision) >= M and all(_fits_tiles(form, each) for each in factors)
         in_ring = fits_ring(M, K, form) and not (fits_tiles and prefers_tiles(M, N, K, form, limits))
-        whole = _has_whole_blocks(form, K, *factors)
-        form = replace(form, paired=_reads_pairs(form, K, scale), whole=whole)
+        form = form.of_rows(K, scale, zero_point)
         if gates and (in_ring or M > MAX_FEW_ROWS):
             return APART
         if in_ring:
@@ -338,28 +335,11 @@ def _make_plan(
 def _fits_hopper(form: StoredForm, x: Tensor, weight: Tensor) -> bool:
     if x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if form.group % VECTOR_BYTES:
+    if form.group % VECTOR:
         return False
     K = x.shape[1]
     sizes = x.stride(0) * x.itemsize, weight.stride(0), K * (x.itemsize if form.bits == 4 else 1)
     return all(size % ALIGNMENT == 0 for size in sizes)
-
-
-def _reads_pairs(form: StoredForm, K: int, scale: Tensor) -> bool:
-    """Whether the scales of a block's two halves are 32 bits that may be loaded together."""
-    if form.bits == 8 or form.group != BLOCK_BYTES or form.float_zeros or K % form.block:
-        return False
-    return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0
-
-
-def _has_whole_blocks(form: StoredForm, K: int, *factors: Tensor) -> bool:
-    """Whether rows consist of whole blocks, and the scales and zero points of each of them may be copied together."""
-    if not form.has_small_groups or K % form.block:
-        return False
-    count = form.block // form.group
-    if any(each.data_ptr() % ALIGNMENT or each.stride(0) % count for each in factors):
-        return False
-    return all(count * each.itemsize >= WORD for each in factors)
 
 
 def _fits_tiles(form: StoredForm, factors: Tensor) -> bool:
