@@ -15,6 +15,8 @@ WORD = 4
 """The bytes of a word."""
 VECTOR = 16
 """The bytes of a row that a thread reads at a time."""
+MXFP4_GROUP = 32
+"""How many values of mxfp4 share a power of 2."""
 WHOLE_ROW = 2**30
 """A group longer than any row, where one scale of a row can't be left to the sums."""
 Precision = Literal["exact", "two", "float"]

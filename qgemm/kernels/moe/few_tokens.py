@@ -16,7 +16,7 @@ from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.moe.kernels import _list_pairs_kernel
 from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
-from qgemm.kernels.stored_form import BLOCK_BYTES, VECTOR, StoredForm
+from qgemm.kernels.stored_form import BLOCK_BYTES, MXFP4_GROUP, VECTOR, StoredForm
 from qgemm.kernels.weight_only.few_rows_config import FewRows
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
@@ -25,19 +25,20 @@ ALONE = FewRows(2, 16, 8, 3, 2, 1, biased=False)
 """The tile of a single token, as one row's of a layer."""
 ALONE_BY_VALUES = FewRows(4, 16, 8, 3, 4, 1)
 """The same where scales of small groups multiply values."""
-SHORT = FewRows(1, 128, 8, 2, 4, 8, biased=False)
-"""The tile of several tokens and rows of up to ``MAX_SHORT_BLOCKS`` blocks."""
+EIGHT = FewRows(1, 64, 8, 3, 4, 8, biased=False)
+EIGHT_SHORT = FewRows(1, 128, 8, 2, 4, 8, biased=False)
+"""The same for rows of up to ``MAX_SHORT_BLOCKS`` blocks."""
 MAX_SHORT_BLOCKS = 6
+SIXTEEN = FewRows(1, 64, 16, 3, 4, 16, biased=False)
+WIDE = FewRows(1, 128, 16, 2, 4, 16, biased=False)
+"""The same for forms that leave a warp registers for 32 rows of the weight."""
+THIRTY_TWO = FewRows(1, 64, 32, 2, 4, 32, biased=False)
 Tiles = dict[float, FewRows]
 """Tiles by the maximum number of an expert's rows, on average. K is short, so warps don't share it."""
-EIGHT = FewRows(1, 64, 8, 3, 4, 8, biased=False)
-OF_4_BITS: Tiles = {7: EIGHT, 33: FewRows(1, 128, 16, 2, 4, 16, biased=False)}
-OF_VALUES: Tiles = {
-    7: EIGHT,
-    12: FewRows(1, 64, 16, 3, 4, 16, biased=False),
-    33: FewRows(1, 64, 32, 2, 4, 32, biased=False),
-}
-"""The same where scales of small groups multiply 4-bit values."""
+OF_4_BITS: Tiles = {7: EIGHT, 33: WIDE}
+OF_SMALL_GROUPS: Tiles = {7: EIGHT, 33: SIXTEEN}
+OF_VALUES: Tiles = {7: EIGHT, 12: SIXTEEN, 33: THIRTY_TWO}
+"""The same where scales of small groups multiply values."""
 OF_8_BITS: Tiles = {5: EIGHT}
 
 
@@ -65,10 +66,20 @@ def select_few_tokens(T: int, top_k: int, E: int, K: int, form: StoredForm) -> F
     if T == 1:
         return ALONE_BY_VALUES if by_values else ALONE
     P = T * top_k
+    if P > MAX_PAIRS:
+        return None
     rows = rows_of_group(P, E)
-    tiles = OF_8_BITS if form.bits == 8 else OF_VALUES if by_values else OF_4_BITS
-    tile = next((tile for most, tile in tiles.items() if rows <= most and P <= MAX_PAIRS), None)
-    return SHORT if tile is EIGHT and cdiv(K, form.block) <= MAX_SHORT_BLOCKS else tile
+    tile = next((tile for most, tile in _tiles(form, by_values).items() if rows <= most), None)
+    return EIGHT_SHORT if tile is EIGHT and cdiv(K, form.block) <= MAX_SHORT_BLOCKS else tile
+
+
+def _tiles(form: StoredForm, by_values: bool) -> Tiles:
+    if form.bits == 8:
+        return OF_8_BITS
+    if by_values:
+        return OF_VALUES
+    is_mxfp4 = form.name == "fp4" and form.group == MXFP4_GROUP
+    return OF_4_BITS if is_mxfp4 or not form.has_small_groups else OF_SMALL_GROUPS
 
 
 def list_pairs_launch(P: int, E: int, limits: DeviceLimits) -> Launch:

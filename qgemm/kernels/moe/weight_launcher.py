@@ -27,11 +27,10 @@ from qgemm.kernels.moe.few_tokens import (
     select_few_tokens,
 )
 from qgemm.kernels.moe.launcher import combine_launch, name_tensors, plan_mixture
-from qgemm.kernels.stored_form import StoredForm
+from qgemm.kernels.stored_form import MXFP4_GROUP, StoredForm
 from qgemm.kernels.weight_only.few_rows_config import FewRows
 from qgemm.numerics.formats import FP8
 
-MXFP4_GROUP = 32  # values that share a power of 2
 _PARTS = WeightOnlyExperts._fields[:10]
 
 
