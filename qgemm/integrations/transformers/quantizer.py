@@ -16,6 +16,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
 from qgemm.checkpoint.disk import check_regular, reading
+from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import built_again
 from qgemm.checkpoint.requantize import convert_layers
@@ -134,6 +135,12 @@ class QGemmQuantizer(HfQuantizer):
         if self.quantization_config.foreign or (not self.pre_quantized and is_foreign(files)):
             self._reading = ForeignLoad(model, self.quantization_config, files)
         elif self.pre_quantized:
+            if is_foreign(files):
+                raise CheckpointError(
+                    f"{files[0].parent} is quantized by another library, and the quantization_config in config= is "
+                    "qgemm's: take that out of it (del config.quantization_config), and pass "
+                    "quantization_config=qgemm.QGemmConfig() to from_pretrained"
+                )
             self._reading = QuantizedLoad(model, self.quantization_config, files)
         else:
             check_files(model, files)
