@@ -268,6 +268,11 @@ class LinearLayer(QuantLayer):
         return self.shard.leave(self.compute(self.shard.enter(input)))
 
     @property
+    def float_numel(self) -> int:
+        """The number of values in the float layer's weight and bias."""
+        return (self.in_features + self.has_bias) * self.out_features
+
+    @property
     def columns_in_step(self) -> int:
         """How many columns of the weight share a column of some parameter."""
         return 1
