@@ -266,7 +266,7 @@ class QuantExperts(QuantLayer):
             shape, device = (self.num_experts, like.out_features, like.in_features), self.stored(name).device
             tensors[name] = torch.empty(shape, dtype=dtype, device=device)
             for expert in range(self.num_experts):
-                tensors[name][expert] = self.linear_of(name, expert).dequantize(dtype).weight.detach()
+                tensors[name][expert] = self.linear_of(name, expert).float_linear(dtype).weight.detach()
             if (bias := getattr(self, f"{name}_bias")) is not None:
                 tensors[f"{name}_bias"] = bias.detach().to(dtype)
         return tensors

@@ -35,7 +35,6 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import close_attention
 from qgemm.nn.carry_over import share_hooks
 from qgemm.nn.float_experts import describe_experts
-from qgemm.nn.linear_layer import is_conv1d
 from qgemm.nn.quant_layer import float_dtype, has_quant_layers, quant_layers
 from qgemm.quantize import quantize
 
@@ -211,7 +210,7 @@ class QGemmQuantizer(HfQuantizer):
         for name, layer in layers.items():
             if layer not in made:
                 if isinstance(layer, LinearLayer):
-                    made[layer] = _float_linear(of_model.get(name.removesuffix(".base_layer")), layer, wanted)
+                    made[layer] = layer.dequantize(wanted)
                 else:
                     assert isinstance(layer, QuantExperts)
                     made[layer] = _float_experts(of_model[name], layer, wanted)
@@ -303,15 +302,6 @@ def _copy_config(model: PreTrainedModel) -> None:
         for key, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
                 vars(module)[key] = copies.get(id(value), value)
-
-
-def _float_linear(module: nn.Module | None, quantized: LinearLayer, dtype: torch.dtype | None) -> nn.Module:
-    """An ``nn.Linear``, or a ``Conv1D``, if ``module`` is one: the layer of the float model, on meta."""
-    linear = quantized.dequantize(dtype)
-    if module is None or not is_conv1d(module):
-        return linear
-    module.weight, module.bias = nn.Parameter(linear.weight.detach().t().contiguous()), linear.bias
-    return module.train(quantized.training)
 
 
 def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtype | None) -> nn.Module:
