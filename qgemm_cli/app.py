@@ -32,6 +32,13 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 ShardSize = Annotated[str, typer.Option(help='The maximum size of a file: a number of bytes, or text like "5GB".')]
 
 
+def _new_folder(given: str) -> Path:
+    """Refuses an empty name, which pathlib takes for the current folder: a script passes it where a name is unset."""
+    if not given:
+        raise typer.BadParameter("the destination's name is empty: name a folder")
+    return Path(given)
+
+
 def _size(given: str) -> int | str:
     """Converts a number of bytes to an int, because command lines give text."""
     return int(given) if given.isdecimal() and given.isascii() else given
@@ -110,7 +117,7 @@ def inspect(
 )
 def quantize(
     source: Annotated[Path, typer.Argument(help="The folder of a float model that transformers saved.")],
-    destination: Annotated[Path, typer.Argument(help="A folder for the quantized model.")],
+    destination: Annotated[Path, typer.Argument(parser=_new_folder, help="A folder for the quantized model.")],
     scheme: Annotated[
         list[str] | None,
         typer.Option(
@@ -216,7 +223,7 @@ def convert(
     source: Annotated[
         Path, typer.Argument(help="A quantized model in any format that qgemm loads: its folder, or a GGUF file.")
     ],
-    destination: Annotated[Path, typer.Argument(help="A folder for the converted model.")],
+    destination: Annotated[Path, typer.Argument(parser=_new_folder, help="A folder for the converted model.")],
     to: Annotated[
         Format,
         typer.Option(
