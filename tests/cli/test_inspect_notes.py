@@ -32,3 +32,11 @@ def test_layers_that_the_model_has_under_other_names_have_their_scheme(tmp_path:
     found = {layer["name"].rpartition(".")[2]: layer for layer in run_json("inspect", tmp_path)["layers"]}
     assert [found[name]["scheme"] for name in ("gate_up_proj", "down_proj", "q_proj")] == ["mxfp4", "mxfp4", None]
     assert "mxfp4" in next(line for line in run("inspect", tmp_path).stdout.splitlines() if "gate_up_proj" in line)
+
+
+def test_a_generation_config_that_no_load_accepts_is_a_problem(int8_folder: Path, float_folder: Path) -> None:
+    for folder in (int8_folder, float_folder):
+        (folder / "generation_config.json").write_text("[]")
+        found = run_json("inspect", folder, exit_code=1)
+        assert not found["loads"]
+        assert "generation_config.json holds a JSON list; it must be an object" in found["problems"][0]
