@@ -110,7 +110,7 @@ def quantize_calibrated(
 
 @contextmanager
 def _explained(work: Path) -> Iterator[None]:
-    """After an interrupt, or a disk that can't be written, says how the run goes on; removes a folder without blocks."""
+    """After an interrupt, or on a full disk, says how the run goes on; removes a folder without finished blocks."""
     kept = f"finished blocks are kept in {work}; the same command resumes from there"
     try:
         yield
