@@ -23,6 +23,7 @@ import qgemm
 from qgemm.arguments import as_new_folder
 from qgemm.calibration import Calibration, Recipe
 from qgemm.calibration.quantization import Quantization
+from qgemm.checkpoint.disk import writing
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import parse_size
 from qgemm.device import find_device
@@ -89,7 +90,7 @@ def quantize_calibrated(
     batches = []
     if windows is not None:
         batches = [{"input_ids": ids[None]} for ids in cut_windows(built, load_tokenizer([source]), windows)]
-    with open_work_folder(work, destination), _explained(work):
+    with open_work_folder(work, destination), _explained(work), writing(work):
         model = load_float(checkpoint, built, torch.device("cpu"))
         if not resume:
             shutil.rmtree(work / _BLOCKS, ignore_errors=True)

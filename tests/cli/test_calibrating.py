@@ -145,6 +145,11 @@ def test_a_full_disk_after_the_work_loses_none_of_it(
         said = run_failing(*command)
     assert "here: No space left on device. What is done isn't lost: finished blocks are kept in " in said
     assert "out.calibration; the same command resumes from there" in said
+    with monkeypatch.context() as patch:
+        patch.setattr("qgemm.calibration.resume.write_safetensors", full_disk_of_no_name)
+        other = ("quantize", source, tmp_path / "other", *command[3:])
+        assert run_failing(*other) == f"qgemm: {tmp_path / 'other.calibration'}: No space left on device\n"
+        del seen[2:]
     run(*command)
     assert seen == ["model.layers.0", "model.layers.1"]
     with monkeypatch.context() as patch:
@@ -152,6 +157,10 @@ def test_a_full_disk_after_the_work_loses_none_of_it(
         without = ("quantize", source, tmp_path / "other", "--recipe", "mse-weights")
         assert run_failing(*without) == "qgemm: here: No space left on device\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float", "out", "text.txt"]
+
+
+def full_disk_of_no_name(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def full_disk(*_: object, **options: object) -> None:
