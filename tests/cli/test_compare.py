@@ -391,7 +391,8 @@ def test_what_cannot_be_compared(float_folder: Path, int8_folder: Path, tmp_path
     (float_folder / "tokenizer_config.json").write_text(json.dumps(known))
     (float_folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/somewhere/else"}')
     assert "merge the adapter" in run_failing("compare", float_folder, int8_folder, *text)
-    for option, value in (("--max-kl", "0.1"), ("--tokenizer", float_folder)):  # else a check that passes untried
+    of_text = (("--max-kl", "0.1"), ("--tokenizer", float_folder), ("--window", 8), ("--max-tokens", 8))
+    for option, value in of_text:  # else a check that passes untried
         assert f"{option} is for a text" in run_failing("compare", float_folder, int8_folder, option, value)
     for device in ("cuda:99", "gpu"):
         assert f'device is "{device}"' in run_failing("compare", float_folder, int8_folder, "--device", device)
