@@ -111,6 +111,7 @@ def keep_quantized_heads(resize: Callable[..., Any]) -> Callable[..., Any]:
 
 def count_as_float(num_parameters: Callable[..., int]) -> Callable[..., int]:
     """Wraps transformers' ``num_parameters``: a quantized layer counts as its float one, not by bytes and scales."""
+    num_parameters = getattr(num_parameters, "_counts_bytes", num_parameters)  # a notebook's autoreload wraps it again
     signature = inspect.signature(num_parameters)
 
     @functools.wraps(num_parameters)
@@ -124,6 +125,7 @@ def count_as_float(num_parameters: Callable[..., int]) -> Callable[..., int]:
                 total += layer.float_numel - sum(parameter.numel() for parameter in layer.parameters(recurse=False))
         return total
 
+    count._counts_bytes = num_parameters  # type: ignore[attr-defined]
     return count
 
 
