@@ -35,9 +35,10 @@ def as_new_folder(argument: str, path: Any) -> Path:
     """Returns ``path``, a folder that exists or can be made; raises ``NotADirectoryError`` if a file is in the way."""
     folder = as_path(argument, path)
     for each in (folder, *folder.parents):
-        if os.path.exists(each):
+        if os.path.lexists(each):
             if not os.path.isdir(each):
-                raise NotADirectoryError(f"{argument} is {str(path)!r}, but {each} is a file: name a folder")
+                what = "a file" if os.path.exists(each) else "a link to what isn't there"
+                raise NotADirectoryError(f"{argument} is {str(path)!r}, but {each} is {what}: name a folder")
             break
     return folder
 

@@ -38,6 +38,7 @@ from qgemm.model.plan import check_finite, plan_swaps
 from qgemm.model.report import give_report
 from qgemm.model.restore import restored_on_failure
 from qgemm.model.selection import Patterns, SchemeChoice
+from qgemm.model.swap import normal_tensors
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.linear_layer import InputScale
 from qgemm.scheme import QuantScheme
@@ -138,7 +139,7 @@ def quantize(
     """Does what ``quantize_model`` does, as ``wanted`` says."""
     check_model(model)
     wanted.check_data(calibration, sensitivity)
-    with restored_on_failure(model) as way_back:
+    with normal_tensors(model), restored_on_failure(model) as way_back:
         with opened_attention(model):
             plan = plan_swaps(model, wanted.schemes, wanted.skip, wanted.include)
             schemes = wanted.options or plan.schemes_in_use

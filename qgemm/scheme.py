@@ -38,6 +38,7 @@ class TensorScheme:
     - ``scale_dtype``: what scales are rounded to as a weight is quantized, one of ``qgemm.numerics.groups``. Those of a
       checkpoint in float32, float16 or bfloat16 are kept as they are, multiples of a step or not.
     - ``is_ordered``: whether groups are of columns in another order than the input's, which the layer holds.
+    - ``is_prescaled``: whether each column of the input is first multiplied by a factor, which the layer holds.
     """
 
     dtype: str
@@ -51,6 +52,7 @@ class TensorScheme:
     block: tuple[int, int] | None = None
     is_ordered: bool = False
     float_zeros: bool = False
+    is_prescaled: bool = False
 
     def __post_init__(self) -> None:
         """JSON has no tuples."""
@@ -79,7 +81,7 @@ class TensorScheme:
         return values
 
 
-_RARE = ("outlier_columns", "rotation", "scale_dtype", "block", "is_ordered", "float_zeros")
+_RARE = ("outlier_columns", "rotation", "scale_dtype", "block", "is_ordered", "float_zeros", "is_prescaled")
 
 
 @dataclass(frozen=True)
@@ -191,14 +193,14 @@ class QuantScheme:
         - ``int8`` for all schemes of int8 by int8: scales at run time, without rotation or columns in float.
         - ``fp8`` for ``fp8`` and ``fp8-static``; ``fp8-block`` is itself.
         - The weight's own, with activations in float, for all others: ``int4`` for ``int4-int8``, ``mxfp4`` itself.
-          Groups are in the order of the input.
+          Groups are in the order of the input, which isn't multiplied by factors.
         """
         if self.down is not None:
             first, second = (part.for_experts() for part in self.parts)
             return first.with_down(second)
         if self.is_weight_only or self.weight.dtype == "int4":
             plain = replace(self.weight, scale_dtype=_scale_dtype(self.weight)) if self.activation else self.weight
-            return _scheme(replace(plain, is_ordered=False), None)
+            return _scheme(replace(plain, is_ordered=False, is_prescaled=False), None)
         if self.weight.granularity == "block":
             return self
         return SCHEMES[self.weight.dtype]
@@ -241,8 +243,9 @@ def _name(weight: TensorScheme, activation: TensorScheme | None) -> str:
 
 def _weight_name(weight: TensorScheme) -> str:
     """What a scheme of this weight with activations in float is called."""
+    prescaled = _PRESCALED if weight.is_prescaled else ""
     if (weight.dtype, weight.scale_dtype) in _MICROSCALED:
-        return _MICROSCALED[weight.dtype, weight.scale_dtype][0]
+        return _MICROSCALED[weight.dtype, weight.scale_dtype][0] + prescaled
     parts = [weight.dtype if weight.format.bits == 4 else f"{weight.dtype}-weight"]
     if weight.granularity == "channel":
         parts += ["channel"] if weight.format.bits == 4 else []
@@ -250,7 +253,7 @@ def _weight_name(weight: TensorScheme) -> str:
         parts.append(str(weight.group_size))
     parts += [] if weight.symmetric else ["float-zeros" if weight.float_zeros else "asymmetric"]
     parts += ["ordered"] if weight.is_ordered else []
-    return "-".join(parts)
+    return "-".join(parts) + prescaled
 
 
 def _scheme(weight: TensorScheme, activation: TensorScheme | None, down: TensorScheme | None = None) -> QuantScheme:
@@ -258,6 +261,7 @@ def _scheme(weight: TensorScheme, activation: TensorScheme | None, down: TensorS
     return QuantScheme(name, weight, activation, down)
 
 
+_PRESCALED = "-prescaled"
 # Formats whose values a table has.
 _CODEBOOKS = [form.name for form in FORMATS.values() if form.has_codebook]
 # The size of groups of a format that is named without one.
@@ -338,7 +342,8 @@ or any other multiple of 16. ``int4-32``, ``int8-weight-128``, ``nf4-32`` and ``
 values, any multiple of 16. int4 and int8-weight go on with ``-asymmetric`` for weights with zero points in whole
 numbers, ``(q - z) * s``, or ``-float-zeros`` for those in floats, ``q * s + z``; and then ``-ordered`` for groups of
 columns in an order of their own (act-order). int4 without float zero points goes on with ``-int8`` for int8
-activations.
+activations. Any scheme with activations in float may go on with ``-prescaled``: each column of the input is first
+multiplied by a factor, as AWQ in some libraries' checkpoints has it.
 
 ``int4-32+int8-weight`` is for experts alone: the ``gate_up_proj`` of each in the one, ``down_proj`` in the other.
 """
@@ -415,6 +420,11 @@ def _find(name: str) -> QuantScheme | None:
             return None
         pair = first.with_down(second)
         return pair if pair.name == name and pair.for_experts() == pair else None
+    if name.endswith(_PRESCALED):
+        plain = _find(name.removesuffix(_PRESCALED))
+        if plain is None or not plain.is_weight_only or plain.down is not None or plain.weight.is_prescaled:
+            return None
+        return _scheme(replace(plain.weight, is_prescaled=True), None)
     if (match := _OUTLIERS.fullmatch(name)) is not None:
         base, count = SCHEMES.get(match[1]), int(match[2])
         try:

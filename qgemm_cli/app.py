@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from enum import Enum
 from importlib import metadata
@@ -30,6 +31,20 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 ShardSize = Annotated[str, typer.Option(help='The maximum size of a file: a number of bytes, or text like "5GB".')]
+
+
+def _new_folder(given: str) -> Path:
+    """Refuses an empty name, which pathlib takes for the current folder: a script passes it where a name is unset."""
+    if not given:
+        raise typer.BadParameter("the destination's name is empty: name a folder")
+    return Path(given)
+
+
+def _check_is_for_text(text: Path | None, options: Mapping[str, object]) -> None:
+    """Raises ``ValueError`` for one of the ``options`` that is given without a text; else it would have no effect."""
+    option = next((option for option, given in options.items() if given is not None), None)
+    if option is not None and text is None:
+        raise ValueError(f"{option} is for a text: pass --text FILE, or leave it out")
 
 
 def _size(given: str) -> int | str:
@@ -110,7 +125,7 @@ def inspect(
 )
 def quantize(
     source: Annotated[Path, typer.Argument(help="The folder of a float model that transformers saved.")],
-    destination: Annotated[Path, typer.Argument(help="A folder for the quantized model.")],
+    destination: Annotated[Path, typer.Argument(parser=_new_folder, help="A folder for the quantized model.")],
     scheme: Annotated[
         list[str] | None,
         typer.Option(
@@ -146,8 +161,10 @@ def quantize(
     text: Annotated[
         Path | None, typer.Option(help="A text file to run the model on, for static scales and recipes.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="The number of windows of the text, evenly spread.")] = 128,
-    length: Annotated[int, typer.Option(min=2, help="The number of tokens in a window.")] = 512,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="The number of windows of the text, evenly spread. [128]")
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="The number of tokens in a window. [512]")] = None,
     device: Annotated[str, typer.Option(help="The device to compute on: cpu, cuda, cuda:1, ...")] = "cpu",
     max_shard_size: ShardSize = "5GB",
     workers: Annotated[
@@ -168,6 +185,7 @@ def quantize(
     from_pretrained once qgemm is imported; qgemm convert converts it to compressed-tensors.
     """
     with running(quantize, debug):
+        _check_is_for_text(text, {"--samples": samples, "--length": length})
         from qgemm_cli.commands.quantize import quantize as run
         from qgemm_cli.commands.quantize import show
 
@@ -183,8 +201,8 @@ def quantize(
                 recipe=recipe,
                 statistics=statistics,
                 text=text,
-                samples=samples,
-                length=length,
+                samples=samples or 128,
+                length=length or 512,
                 drop=drop or [],
                 workers=workers,
                 device=device,
@@ -216,7 +234,7 @@ def convert(
     source: Annotated[
         Path, typer.Argument(help="A quantized model in any format that qgemm loads: its folder, or a GGUF file.")
     ],
-    destination: Annotated[Path, typer.Argument(help="A folder for the converted model.")],
+    destination: Annotated[Path, typer.Argument(parser=_new_folder, help="A folder for the converted model.")],
     to: Annotated[
         Format,
         typer.Option(
@@ -263,8 +281,12 @@ def compare(
         Path | None, typer.Option(help="The folder of the tokenizer, if neither A nor B has one.")
     ] = None,
     device: Annotated[str, typer.Option(help="The device to run the models on: cpu, cuda, cuda:1, ...")] = "cpu",
-    window: Annotated[int, typer.Option(min=2, help="The number of tokens that a model gets at a time.")] = 512,
-    max_tokens: Annotated[int, typer.Option(min=2, help="The maximum number of tokens of the text.")] = 4096,
+    window: Annotated[
+        int | None, typer.Option(min=2, help="The number of tokens that a model gets at a time. [512]")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="The maximum number of tokens of the text. [4096]")
+    ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(min=0, help="Exit with 1 if a tensor's relative error is above this, or a weight only in A or B."),
@@ -282,14 +304,13 @@ def compare(
     or a value is above --tolerance or --max-kl.
     """
     with running(compare, debug):
-        for option, given in (("--max-kl", max_kl), ("--tokenizer", tokenizer)):
-            if given is not None and text is None:
-                raise ValueError(f"{option} is for a text: pass --text FILE, or leave it out")
+        of_text = {"--max-kl": max_kl, "--tokenizer": tokenizer, "--window": window, "--max-tokens": max_tokens}
+        _check_is_for_text(text, of_text)
         from qgemm_cli.commands.compare import compare as run
         from qgemm_cli.commands.compare import find_differences, show
 
         with redirect_stdout(sys.stderr):
-            document = run(a, b, text, tokenizer, device, window, max_tokens)
+            document = run(a, b, text, tokenizer, device, window or 512, max_tokens or 4096)
         document["differences"] = find_differences(document, tolerance, max_kl)
         print_json(document) if json else show(document, every_layer)
         for difference in document["differences"]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +20,23 @@ import torch
 from torch import Tensor, nn
 
 import qgemm
+from qgemm.arguments import as_new_folder
 from qgemm.calibration import Calibration, Recipe
 from qgemm.calibration.quantization import Quantization
-from qgemm.calibration.resume import RUN_FILE
+from qgemm.checkpoint.disk import writing
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import parse_size
 from qgemm.device import find_device
 from qgemm.model.report import QuantReport
 from qgemm.quantize import quantize
 from qgemm.streaming.companions import find_companions_to_copy
+from qgemm.streaming.workspace import check_is_free, open_work_folder
 from qgemm_cli.checkpoint import FLOAT, open_checkpoint
 from qgemm_cli.logits import build_float, load_float
 from qgemm_cli.tokenizer import load_tokenizer, read_text
 
 _FILES = (".yaml", ".yml", ".json")
+_BLOCKS = "blocks"
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,9 @@ def quantize_calibrated(
     """
     place = find_device(device)
     parse_size(max_shard_size)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise FileExistsError(f"{destination} already exists and isn't empty: name another folder, or remove it")
+    destination = as_new_folder("destination", destination).absolute()
+    work = destination.with_name(destination.name + ".calibration")
+    check_is_free(destination)
     checkpoint = open_checkpoint(source)
     if checkpoint.format != FLOAT:
         raise CheckpointError(f"{source} is quantized already ({checkpoint.format}): give the float model")
@@ -84,28 +90,40 @@ def quantize_calibrated(
     batches = []
     if windows is not None:
         batches = [{"input_ids": ids[None]} for ids in cut_windows(built, load_tokenizer([source]), windows)]
-    model = load_float(checkpoint, built, torch.device("cpu"))
-    work = destination.absolute().with_name(destination.name + ".calibration")
-    if not resume and (work / "blocks" / RUN_FILE).exists():
-        shutil.rmtree(work)
-    if batches:
-        work.mkdir(parents=True, exist_ok=True)
-        wanted = replace(wanted, resume_folder=work / "blocks", device=None if place.type == "cpu" else place)
-    try:
+    with open_work_folder(work, destination), _explained(work), writing(work):
+        model = load_float(checkpoint, built, torch.device("cpu"))
+        if not resume:
+            shutil.rmtree(work / _BLOCKS, ignore_errors=True)
+        if batches:
+            wanted = replace(wanted, resume_folder=work / _BLOCKS, device=None if place.type == "cpu" else place)
         quantize(model, wanted, calibration=batches or None, progress=progress)
-    except KeyboardInterrupt:
-        if not batches:
-            raise
-        raise KeyboardInterrupt(f"finished blocks are kept in {work}; the same command resumes from there") from None
-    whole = work / "checkpoint"
-    shutil.rmtree(whole, ignore_errors=True)
-    qgemm.save_quantized(model, whole, max_shard_size=max_shard_size)
-    for path in companions:
-        (whole / path).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source / path, whole / path)
-    os.rename(whole, destination)
-    shutil.rmtree(work)
+        whole = work / "checkpoint"
+        shutil.rmtree(whole, ignore_errors=True)
+        qgemm.save_quantized(model, whole, max_shard_size=max_shard_size)
+        for path in companions:
+            (whole / path).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / path, whole / path)
+        check_is_free(destination)
+        os.rename(whole, destination)
+        shutil.rmtree(work)
     return qgemm.report(model), len(batches)
+
+
+@contextmanager
+def _explained(work: Path) -> Iterator[None]:
+    """After an interrupt, or on a full disk, says how the run goes on; removes a folder without finished blocks."""
+    kept = f"finished blocks are kept in {work}; the same command resumes from there"
+    try:
+        yield
+    except BaseException as error:
+        if not any((work / _BLOCKS).glob("*.safetensors")):
+            shutil.rmtree(work, ignore_errors=True)
+        elif isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(kept) from None
+        elif isinstance(error, OSError):
+            place = f"{error.filename}: " if error.filename else ""
+            raise OSError(error.errno, f"{place}{error.strerror or error}. What is done isn't lost: {kept}") from error
+        raise
 
 
 def cut_windows(model: nn.Module, tokenizer: Any, windows: Windows) -> list[Tensor]:

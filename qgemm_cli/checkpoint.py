@@ -25,6 +25,7 @@ from qgemm.checkpoint.gguf import FORMAT as GGUF
 from qgemm.checkpoint.gguf import GgufModel, find_gguf, read_gguf
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
     INDEX_FILE,
     WEIGHTS_FILE,
     WEIGHTS_KEY,
@@ -184,6 +185,11 @@ def _open_folder(folder: Path) -> Checkpoint:
     if (folder / CONFIG_FILE).exists():
         try:
             checkpoint.config = read_json(checkpoint_file(folder, CONFIG_FILE))
+        except CheckpointError as error:
+            checkpoint.problems.append(str(error))
+    if os.path.lexists(folder / GENERATION_CONFIG_FILE):
+        try:
+            read_json(checkpoint_file(folder, GENERATION_CONFIG_FILE))
         except CheckpointError as error:
             checkpoint.problems.append(str(error))
     try:

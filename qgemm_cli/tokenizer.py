@@ -39,7 +39,13 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     for folder in filter(has_tokenizer, folders):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever transformers and Rust raise for damaged files
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            if "trust_remote_code" in said:
+                said = "it needs code of its own, and qgemm runs no code of a checkpoint"
+            raise ValueError(f"transformers can't make the tokenizer in {folder} ({said})") from error
     if gguf is None:
         raise ValueError(f"{folders[0]} has no tokenizer: {way_out}")
     try:

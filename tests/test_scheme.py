@@ -21,7 +21,7 @@ def experts_name(name: str) -> str:
         return "int8"
     if name in ("fp8", "fp8-static"):
         return "fp8"
-    return name.removesuffix("-int8").removesuffix("-ordered")
+    return name.removesuffix("-int8").removesuffix("-ordered").removesuffix("-prescaled")
 
 
 def test_float_zero_points_are_for_activations_in_float() -> None:
@@ -69,6 +69,7 @@ def test_what_a_scheme_asks_for_is_in_its_name(name: str) -> None:
     of_weights = re.match("int4|int8-weight|fp8-weight|mxfp|nvfp4|nf4|bnb-fp4", name)
     assert scheme.is_weight_only == (of_weights is not None and not re.match("int4.*-int8", name))
     assert scheme.weight.is_ordered == ("ordered" in name)
+    assert scheme.weight.is_prescaled == ("prescaled" in name)
     assert scheme.is_plain == (not scheme.is_weight_only and not re.search("static-asymmetric|hadamard|outliers", name))
     assert scheme.needs_data == ("static" in name or "outliers" in name)
     assert scheme.needs_blocks == ("outliers" in name or name == "int8-static-hadamard")

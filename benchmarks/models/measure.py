@@ -393,7 +393,7 @@ def _logits_of_float_products(model: Any, ids: Tensor) -> Tensor:
     """As ``_logits``, by PyTorch's products of what the quantized weights of ``model`` stand for."""
 
     def compute(layer: Any, x: Tensor) -> Tensor:
-        return F.linear(x, layer.dequantize(x.dtype).weight, layer.bias)
+        return F.linear(x, layer.float_linear(x.dtype).weight, layer.bias)
 
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "dequantize")]
     # Hooks on all modules: then fused layers are computed as the modules that they are.

@@ -51,7 +51,7 @@ _SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 def format_of(scheme: QuantScheme) -> str | None:
     """The library's format for layers of ``scheme``; None if it has none."""
     weight = scheme.weight
-    if weight.is_ordered or weight.float_zeros or weight.format.has_codebook:
+    if weight.is_ordered or weight.is_prescaled or weight.float_zeros or weight.format.has_codebook:
         return None
     if scheme.rotates or scheme.outlier_columns or scheme.down is not None:
         return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import unsupported
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.signs import note_scaled
 from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, split_name
@@ -61,6 +62,25 @@ def note_input_scale(contents: Contents, layer: str, leaf: str = "input_scale") 
     name = f"{layer}.{leaf}"
     check_scale(contents, name, FLOAT_DTYPES, {(), (1,)})
     contents.convert(f"{layer}.input_scale", name, (), lambda value: value.float().reshape(()))
+
+
+def note_prescale(contents: Contents, layer: str, leaf: str) -> None:
+    """What the columns of a layer's input are multiplied by: ``[K]``, ``[1, K]`` or one number, in any float dtype.
+
+    Raises ``CheckpointError`` if the product is quantized then, which no scheme does.
+    """
+    scheme, name = contents.manifest.layers[layer], f"{layer}.{leaf}"
+    _, K = contents.shapes.get(layer) or contents.headers[f"{layer}.weight"].shape
+    tensor = check_scale(contents, name, BIAS_DTYPES, {(K,), (1, K), (1,), ()})
+    if not scheme.is_weight_only:
+        raise unsupported(
+            f"{tensor.path}: {layer} has the scheme {scheme.name!r} and a {leaf}, by which its input would be "
+            "multiplied first; qgemm does that only where activations stay in float"
+        )
+    contents.convert(
+        f"{layer}.input_prescale", name, (K,), lambda value: value.flatten().expand(K).clone(), tensor.dtype
+    )
+    contents.manifest.layers[layer] = resolve_scheme(f"{scheme.name}-prescaled")
 
 
 def note_mxfp8(contents: Contents, layer: str) -> None:

@@ -46,7 +46,7 @@ from qgemm.checkpoint.recognition import Recognized, contradicts, recognize
 from qgemm.checkpoint.requantize import requantize, restore_float
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
-from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
+from qgemm.checkpoint.tensors import find_module, is_beyond, named_tensors, split_name
 from qgemm.model.selection import listed
 from qgemm.model.swap_rules import find_rule, modules_around
 from qgemm.nn.float_experts import known_experts
@@ -250,15 +250,24 @@ def settings(folder: Path, config: dict[str, Any]) -> Any:
     return settings_of_mlx(config)
 
 
-def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme: QuantScheme | None) -> None:
+def fit_to_model(
+    contents: Contents,
+    model: nn.Module,
+    config_path: Path,
+    scheme: QuantScheme | None,
+    may_have_fewer_layers: bool = False,
+) -> None:
     """Matches another library's checkpoint to ``model``: renames tensors, checks layers, notes which tensors are tied.
 
-    ``scheme``: the scheme to convert layers to. A layer that can't run quantized is restored to float if it is the
+    ``scheme``: the scheme to convert layers to. ``may_have_fewer_layers``: whether ``model`` may lack the last ones, as
+    with ``num_hidden_layers=2``. A layer that can't run quantized is restored to float if it is the
     ``weight`` of its module, such as a router. Raises ``CheckpointError`` for any other layer that is neither linear in
     ``model`` nor part of its experts.
     """
     rename_as_model(contents, model)
     _leave_out(contents, model)
+    if may_have_fewer_layers:
+        _leave_out_last_layers(contents, model)
     quanto.ungroup(contents, model, config_path)
     _check_shapes(contents, model, config_path)
     for layer in list(contents.manifest.layers):
@@ -330,6 +339,15 @@ def _leave_out(contents: Contents, model: nn.Module) -> None:
             if any(re.search(pattern, name) for pattern in ignored):
                 contents.leave_out(name)
                 contents.manifest.layers.pop(layer, None)
+
+
+def _leave_out_last_layers(contents: Contents, model: nn.Module) -> None:
+    for name in [name for name in contents.headers if is_beyond(model, name)]:
+        contents.leave_out(name)
+        layer = split_name(name)[0]
+        contents.manifest.layers.pop(layer, None)
+        contents.shapes.pop(layer, None)
+        contents.grouped.discard(layer)
 
 
 def _ties(model: nn.Module, headers: dict[str, StoredTensor]) -> dict[str, str]:

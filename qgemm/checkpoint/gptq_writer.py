@@ -34,7 +34,8 @@ from qgemm.scheme import QuantScheme
 def can_store(scheme: QuantScheme) -> bool:
     """Whether GPTQ's format can hold layers of ``scheme``."""
     weight = scheme.weight
-    return scheme.is_weight_only and scheme.down is None and weight.dtype in ("int4", "int8") and not weight.float_zeros
+    is_plain = scheme.is_weight_only and scheme.down is None and not (weight.float_zeros or weight.is_prescaled)
+    return is_plain and weight.dtype in ("int4", "int8")
 
 
 def tensors_to_write(
@@ -52,6 +53,7 @@ def tensors_to_write(
         if not can_store(layer.scheme):
             what = ", one for all of a module's experts" if layer.scheme.down is not None else ""
             what = " with whole zero points" if layer.scheme.weight.float_zeros else what
+            what = " whose inputs aren't multiplied first" if layer.scheme.weight.is_prescaled else what
             raise ValueError(
                 f"{name} has the scheme {layer.scheme.name!r}, and GPTQ stores int4 and int8-weight schemes{what}: "
                 f"{ways_out(layer.scheme, layers, fits)}"

@@ -7,7 +7,7 @@ In a layer ``[N, K]`` with groups of columns (axis 1), of which there are ``G`` 
   ``[ceil(G / 10), group size]``, with ten parts, of which the last may be shorter;
 - ``<layer>.scale`` and ``<layer>.zero``: floats ``[G, 1]``, in the model's dtype;
 - ``<layer>.nbits``, ``group_size``, ``axis`` and ``shape``, ``[N, K]``: whole numbers, which say what the layer is; and
-  others that follow from these.
+  others that follow from these. ``nbits`` 1.58 stands for values 0, 1 and 2, which are stored in 2 bits.
 
 Stored as ``q - 8`` or ``q - 128``, a weight is ``q * scale + zero_point`` with ``zero_point = (8 - zero) * scale``, in
 float32. Fewer than 4 bits become int4, 5 and 6 bits int8, and are stored as ``q``.
@@ -43,6 +43,7 @@ WEIGHT = "W_q"
 _PARTS = {1: 8, 2: 4, 3: 10, 4: 2, 5: 1, 6: 1, 8: 1}
 # What is subtracted from stored values.
 _MIDDLES = {4: 8, 8: 128}
+_WHOLE = "a whole number, or two for the shape"
 _NUMBERS = ("nbits", "group_size", "axis", "shape")
 # Of the library's own use, or said by other tensors too.
 _OTHERS = ("packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero", "compute_dtype") + (
@@ -60,11 +61,16 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     numbers = {f"{layer}.{leaf}": layer for layer in layers for leaf in _NUMBERS}
     wanted = {name: stored[name] for name in numbers if name in stored}
     for name, tensor in wanted.items():
-        if tensor.dtype is None or tensor.dtype.is_floating_point or tensor.shape not in ((), (1,), (2,)):
-            raise unfit(tensor.path, name, tensor, "a whole number, or two for the shape")
+        if tensor.dtype is None or tensor.shape not in ((), (1,), (2,)):
+            raise unfit(tensor.path, name, tensor, _WHOLE)
     said: dict[str, dict[str, list[int]]] = {layer: {} for layer in layers}
     for name, value in read_values(wanted, torch.device("cpu")):
-        said[numbers[name]][split_name(name)[1]] = value.flatten().tolist()
+        leaf = split_name(name)[1]
+        if value.is_floating_point():
+            if leaf != "nbits" or value.numel() > 1 or round(float(value), 2) != 1.58:
+                raise unfit(wanted[name].path, name, wanted[name], _WHOLE)
+            value = torch.tensor(2)  # as which they are stored
+        said[numbers[name]][leaf] = value.flatten().tolist()
     for layer in layers:
         _note(contents, layer, said[layer])
     return contents

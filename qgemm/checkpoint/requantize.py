@@ -233,6 +233,7 @@ def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
         setattr(made, leaf, frozen(value))
     made.take_bias(None if bias is None else bias.detach())
     made.settle()
+    made.of_conv1d = layer.of_conv1d
     return made.train(layer.training)
 
 

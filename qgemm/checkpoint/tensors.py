@@ -87,6 +87,16 @@ def find_module(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
+def is_beyond(model: nn.Module, name: str) -> bool:
+    """Whether the module ``name`` is in a list of ``model`` with fewer modules, as with ``num_hidden_layers=2``."""
+    module = model
+    for part in name.split("."):
+        if (child := module._modules.get(part)) is None:
+            return isinstance(module, nn.ModuleList) and part.isdigit()
+        module = child
+    return False
+
+
 def get_tensor(model: nn.Module, name: str) -> Tensor:
     """The parameter, buffer or module ``name``; raises ``AttributeError`` if there is none."""
     owner, leaf = split_name(name)

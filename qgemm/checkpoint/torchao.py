@@ -7,7 +7,8 @@ name ``<module>.weight``, and the files contain its parts:
 - ``<module>._weight_scale``: ``[N, 1]``, or ``[1, 1]`` for the whole tensor; for int8 also ``[N, groups]``;
 - ``<module>._weight_zero_point``: int8 of the same shape, for int8.
 
-``torchao_int4.py`` has the classes of 4 bits with float zero points.
+``torchao_int4.py`` has the classes of 4 bits with float zero points. AWQ adds ``<module>._weight_act_pre_scale``, by
+which the input is multiplied.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from qgemm.checkpoint import torchao_int4
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.float_layers import check_scale
+from qgemm.checkpoint.float_layers import check_scale, note_prescale
 from qgemm.checkpoint.packed_layers import scheme_in_file
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_metadata, read_values, unfit
 from qgemm.checkpoint.signs import note_scaled
@@ -35,7 +36,7 @@ from qgemm.scheme import resolve_scheme
 QUANT_METHOD = "torchao"
 _INTX = "IntxUnpackedToInt8Tensor"
 _FORMATS = {"Int8Tensor": INT8, "Float8Tensor": FP8, _INTX: INT8}
-_QDATA, _ZERO_POINT = "_weight_qdata", "_weight_zero_point"
+_QDATA, _ZERO_POINT, _PRESCALE = "_weight_qdata", "_weight_zero_point", "_weight_act_pre_scale"
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
@@ -53,12 +54,10 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         layer, leaf = split_name(name)
         if leaf == _QDATA:
             about = _parse(metadata[tensor.path], layer, tensor.path)
-            if f"{layer}._weight_act_pre_scale" in stored:
-                raise unsupported(
-                    f"{tensor.path}: {layer}._weight_act_pre_scale is of AWQ or SmoothQuant, which qgemm doesn't read"
-                )
             note = torchao_int4.NOTES.get(about["_type"], _note)
             note(contents, layer, about, symmetric.get(f"{layer}.{_ZERO_POINT}", True))
+            if f"{layer}.{_PRESCALE}" in stored:
+                note_prescale(contents, layer, _PRESCALE)
             if _dtype_name(about.get("activation_dtype")) not in (None, "bfloat16"):
                 contents.note("activations stay in float, where the checkpoint asks for fp8")
         elif leaf.startswith("_") and leaf.endswith("_qdata"):

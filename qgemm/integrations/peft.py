@@ -46,7 +46,7 @@ class _DoraQuantLinear(DoraLinearLayer):
 
 
 def _in_float(layer: nn.Module) -> nn.Module:
-    return layer.dequantize(torch.float32).requires_grad_(False) if isinstance(layer, LinearLayer) else layer
+    return layer.float_linear(torch.float32).requires_grad_(False) if isinstance(layer, LinearLayer) else layer
 
 
 class _DoraQuantVariant(DoraLinearVariant):

@@ -18,7 +18,7 @@ from qgemm.arguments import check_model, shortened
 from qgemm.model.plan import SwapPlan
 from qgemm.model.selection import listed
 from qgemm.model.survey import Layer
-from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
+from qgemm.nn import QuantExperts, QuantLayer
 from qgemm.nn.quant_layer import float_dtype
 from qgemm.tables import html_table, size, text_table
 from qgemm.warn import warn_user
@@ -282,15 +282,8 @@ def parameter_bytes(module: nn.Module) -> int:
 
 def _derive_record(name: str, layer: QuantLayer, dtype: torch.dtype) -> LayerRecord:
     """``dtype``: that of a float layer whose bias doesn't tell it."""
-    kind, count = "Linear", 0
-    if isinstance(layer, LinearLayer):
-        count = layer.in_features * layer.out_features + layer.has_bias * layer.out_features
-    elif isinstance(layer, QuantExperts):
-        kind = "Experts"
-        for weight in layer.weight_names:
-            one = layer.linear_of(weight)
-            count += layer.num_experts * (one.in_features + layer.has_bias) * one.out_features
-    before = count * (float_dtype(layer) or dtype).itemsize
+    kind = "Experts" if isinstance(layer, QuantExperts) else "Linear"
+    before = layer.float_numel * (float_dtype(layer) or dtype).itemsize
     return LayerRecord(name, kind, layer.scheme.name, "", before, parameter_bytes(layer), None)
 
 

@@ -6,12 +6,14 @@ Experts can be swapped one tensor at a time (``ExpertsSwap``), for a model that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from qgemm.device import useful_threads
 from qgemm.model.offloading import carry_hooks, weights_at_hand
@@ -112,6 +114,37 @@ def put(model: nn.Module, layer: Layer, quantized: QuantLayer) -> None:
     for name in layer.names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, quantized)
+
+
+@contextmanager
+def normal_tensors(model: nn.Module) -> Iterator[None]:
+    """What is put into ``model`` inside becomes normal tensors, also under ``torch.inference_mode()``.
+
+    Autograd refuses inference tensors, such as the weights of layers through which gradients pass to an adapter. A
+    model that already has some stays of that kind.
+    """
+    had_some = any(True for _ in _inference_tensors(model))
+    yield
+    if had_some or not torch.is_inference_mode_enabled():
+        return
+    places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+    for holder, name, tensor in _inference_tensors(model):
+        places.setdefault(tensor, []).append((holder, name))
+    while places:  # one at a time, so that none has two copies for long
+        tensor, of_tensor = places.popitem()
+        with torch.inference_mode(mode=False):
+            normal = tensor.detach().clone()
+            normal = nn.Parameter(normal, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else normal
+        for holder, name in of_tensor:
+            holder[name] = normal
+
+
+def _inference_tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers):
+            for name, tensor in holder.items():
+                if tensor is not None and not is_lazy(tensor) and tensor.is_inference():
+                    yield holder, name, tensor
 
 
 def make_unusable(model: nn.Module, error: BaseException) -> None:

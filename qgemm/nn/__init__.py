@@ -9,6 +9,7 @@ from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.outliers import OutlierLinear
+from qgemm.nn.prescaled import PrescaledLinear
 from qgemm.nn.quant_layer import QuantLayer
 from qgemm.nn.rotated import RotatedLinear
 from qgemm.nn.weight_only import WeightOnlyLinear
@@ -19,6 +20,7 @@ __all__ = [
     "Int4Int8Linear",
     "LinearLayer",
     "OutlierLinear",
+    "PrescaledLinear",
     "QuantExperts",
     "QuantLayer",
     "QuantLinear",

@@ -41,7 +41,7 @@ def _packed_weight(child: str) -> property:
     def weight(self: nn.Module) -> Tensor | None:
         layer = self._modules.get(child)
         if isinstance(layer, LinearLayer):
-            return layer.dequantize().weight.detach()
+            return layer.float_linear().weight.detach()
         return None if layer is None else layer.get_parameter("weight")
 
     return property(weight, doc=f"What the weight of ``{child}`` stands for, made at each read; None without it.")

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from qgemm.nn.kinds import KINDS
+from qgemm.nn.linear_layer import is_conv1d
 from qgemm.nn.quant_layer import QuantLayer
 
 _HOOKS = (
@@ -45,6 +46,7 @@ def carry_over(module: nn.Module, quantized: QuantLayer) -> None:
     """
     share_hooks(module, quantized)
     if isinstance(quantized, KINDS):
+        quantized.of_conv1d = module.of_conv1d if isinstance(module, KINDS) else is_conv1d(module)
         own = _names_needed() if isinstance(module, QuantLayer) else ()
         vars(quantized).update({name: value for name, value in _attributes(module).items() if name not in own})
         quantized._modules.update(module._modules)

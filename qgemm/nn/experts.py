@@ -121,6 +121,11 @@ class QuantExperts(QuantLayer):
                 setattr(linear, _leaf(end), frozen(value.detach()[expert]))
         return linear
 
+    @property
+    def float_numel(self) -> int:
+        """The number of values in all experts' float weights and biases."""
+        return self.num_experts * sum(self.linear_of(name).float_numel for name in _WEIGHTS)
+
     def splits(self, style: Style, parts: int = 1) -> dict[str, Split]:
         """Whole experts; or of each, columns of ``gate_up_proj`` and the rows of ``down_proj`` that they go to."""
         made = {}
@@ -261,7 +266,7 @@ class QuantExperts(QuantLayer):
             shape, device = (self.num_experts, like.out_features, like.in_features), self.stored(name).device
             tensors[name] = torch.empty(shape, dtype=dtype, device=device)
             for expert in range(self.num_experts):
-                tensors[name][expert] = self.linear_of(name, expert).dequantize(dtype).weight.detach()
+                tensors[name][expert] = self.linear_of(name, expert).float_linear(dtype).weight.detach()
             if (bias := getattr(self, f"{name}_bias")) is not None:
                 tensors[f"{name}_bias"] = bias.detach().to(dtype)
         return tensors

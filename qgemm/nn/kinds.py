@@ -10,12 +10,14 @@ from qgemm.nn.int4_int8 import Int4Int8Linear
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.outliers import OutlierLinear
+from qgemm.nn.prescaled import PrescaledLinear
 from qgemm.nn.rotated import RotatedLinear
 from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 KINDS: tuple[type[LinearLayer], ...] = (
     QuantLinear, WeightOnlyLinear, Int4Int8Linear, RotatedLinear, AsymmetricLinear, OutlierLinear, BlockScaledLinear,
+    PrescaledLinear,
 )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ class LinearLayer(QuantLayer):
     - ``column_names``: its parameters with columns for the weight's columns.
     - ``folds_bias``: whether ``bias`` depends on the weight, so that it differs from the float layer's.
     - ``bias``: ``[out_features]``, or None. ``has_bias``: whether the float layer has one.
+    - ``of_conv1d``: whether the float layer is transformers' ``Conv1D``.
     """
 
     made_by = "from_linear"
@@ -58,6 +59,7 @@ class LinearLayer(QuantLayer):
     whole_names: tuple[str, ...] = ()
     default_scheme: ClassVar[str] = "int8"
     folds_bias: ClassVar[bool] = False
+    of_conv1d: bool = False
     in_features: int
     out_features: int
     has_bias: bool
@@ -248,6 +250,7 @@ class LinearLayer(QuantLayer):
             layer.take_weight(source, weight)
         layer.take_bias(None if bias is None else bias.detach())
         layer.settle()
+        layer.of_conv1d = is_conv1d(linear)
         return layer.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -266,6 +269,11 @@ class LinearLayer(QuantLayer):
         if self.shard is None:
             return self.compute(input)
         return self.shard.leave(self.compute(self.shard.enter(input)))
+
+    @property
+    def float_numel(self) -> int:
+        """The number of values in the float layer's weight and bias."""
+        return (self.in_features + self.has_bias) * self.out_features
 
     @property
     def columns_in_step(self) -> int:
@@ -341,8 +349,23 @@ class LinearLayer(QuantLayer):
         """The bias of the float layer."""
         return self.bias
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """The equivalent float layer in ``dtype``, by default the bias's, or float32. A shard raises ``ValueError``."""
+    def dequantize(self, dtype: torch.dtype | None = None) -> Any:
+        """The equivalent float layer in ``dtype``, by default the bias's, or float32. A shard raises ``ValueError``.
+
+        It is an ``nn.Linear``, or transformers' ``Conv1D`` if this layer stands for one.
+        """
+        linear = self.float_linear(dtype)
+        if not self.of_conv1d:
+            return linear
+        from transformers.pytorch_utils import Conv1D
+
+        with torch.device("meta"):
+            conv1d = Conv1D(self.out_features, self.in_features)
+        conv1d.weight, conv1d.bias = nn.Parameter(linear.weight.detach().t().contiguous()), linear.bias
+        return conv1d.train(self.training)
+
+    def float_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """As ``dequantize``, but always an ``nn.Linear``."""
         self.check_is_whole()
         bias = self.float_bias()
         dtype = dtype or (torch.float32 if bias is None else bias.dtype)

@@ -61,6 +61,11 @@ class QuantLayer(nn.Module):
     merged: Merged | None = None
     shard: Shard | None = None
 
+    @property
+    def float_numel(self) -> int:
+        """The number of values in the float layer's weights and biases."""
+        raise NotImplementedError
+
     def splits(self, style: Style, parts: int = 1) -> dict[str, Split]:
         """How each parameter is split for a ``Shard`` of this ``style``, by name; other parameters stay whole."""
         raise NotImplementedError

@@ -51,9 +51,9 @@ class WeightOnlyLinear(LinearLayer):
     default_scheme = "int4"
     weight_names = ("weight",)
     scale_names = ("weight_scale",)
-    index_names = ("weight_zero_point", "weight_global_scale", "input_order")
+    index_names: ClassVar[tuple[str, ...]] = ("weight_zero_point", "weight_global_scale", "input_order")
     row_names: tuple[str, ...] = ("weight", "weight_scale", "weight_zero_point")
-    shared_names = ("weight_global_scale", "input_order")
+    shared_names: ClassVar[tuple[str, ...]] = ("weight_global_scale", "input_order")
     operands: ClassVar[tuple[str, ...]] = (
         "weight", "weight_scale", "weight_zero_point", "weight_global_scale", "input_order", "bias",
     )  # fmt: skip
@@ -95,7 +95,7 @@ class WeightOnlyLinear(LinearLayer):
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether ``scheme`` leaves activations in float."""
-        return scheme.is_weight_only and scheme.down is None
+        return scheme.is_weight_only and scheme.down is None and not scheme.weight.is_prescaled
 
     @property
     def form(self) -> Format:

@@ -96,7 +96,7 @@ class Workspace:
     def publish(self) -> None:
         """Renames the finished content to the destination."""
         sync_folder(self.content)
-        _check_is_free(self.destination)
+        check_is_free(self.destination)
         if os.name == "nt" and self.destination.exists():
             self.destination.rmdir()  # it is empty, and Windows can't rename onto an existing folder
         os.rename(self.content, self.destination)
@@ -160,8 +160,18 @@ def open_workspace(destination: Path, job: dict[str, Any]) -> Iterator[Workspace
     Its content stays if an error leaves the block. Raises ``FileExistsError`` if the destination exists and isn't
     empty, and ``CheckpointError`` if another process is using the workspace.
     """
-    folder = partial_folder(destination)
-    _check_is_free(destination)
+    with open_work_folder(partial_folder(destination), destination) as lock:
+        yield Workspace(destination, job, lock)
+
+
+@contextmanager
+def open_work_folder(folder: Path, destination: Path) -> Iterator[BinaryIO]:
+    """Makes ``folder``, in which a process works on ``destination``, if it is missing; yields its file with the lock.
+
+    Raises ``FileExistsError`` if the destination exists and isn't empty, or if the folder isn't such a one, and
+    ``CheckpointError`` if another process is using it.
+    """
+    check_is_free(destination)
     if not os.path.lexists(folder):
         make_folder(folder)
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
@@ -171,11 +181,12 @@ def open_workspace(destination: Path, job: dict[str, Any]) -> Iterator[Workspace
         if not lock_file(lock):
             raise CheckpointError(f"another process uses {folder}: wait for it, or choose another destination")
         sync_folder(folder)  # so that a later run knows whose folder it is, even if other content is lost
-        _check_is_free(destination)  # again, because another process may just have finished
-        yield Workspace(destination, job, lock)
+        check_is_free(destination)  # again, because another process may just have finished
+        yield lock
 
 
-def _check_is_free(destination: Path) -> None:
+def check_is_free(destination: Path) -> None:
+    """Raises ``FileExistsError`` unless ``destination`` is missing, or an empty folder that can be replaced."""
     if os.path.lexists(destination):
         if not destination.is_dir() or destination.is_symlink() or any(destination.iterdir()):
             raise FileExistsError(f"{destination} exists already: choose another destination, or remove it")

@@ -45,7 +45,7 @@ def convert(
         raise CheckpointError(opened.refusal or opened.problems[0])
     if opened.folder is not None:
         check_no_adapter(opened.folder)
-    if destination.resolve() == source.resolve():
+    if opened.folder is not None and destination.resolve() == opened.folder.resolve():
         raise ValueError(f"{destination} is the folder to read from: write to another one")
     if destination.is_dir() and (old := checkpoint_files(destination)) and not overwrite:
         raise ValueError(f"{destination} already holds {', '.join(old)}; pass --overwrite to replace them")

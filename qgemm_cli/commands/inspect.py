@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.tensors import split_name
+from qgemm.scheme import QuantScheme
 from qgemm.tables import size
 from qgemm_cli.checkpoint import Checkpoint, open_checkpoint
 from qgemm_cli.layers import BLOCKS, StoredLayer, coverage, find_layers
@@ -93,8 +96,7 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _describe(layer: StoredLayer, checkpoint: Checkpoint) -> dict[str, Any]:
-    contents = checkpoint.contents
-    scheme = None if contents is None else contents.manifest.layers.get(layer.module)
+    scheme = None if checkpoint.contents is None else _scheme_of(layer, checkpoint.contents)
     return {
         "name": layer.name,
         "kind": layer.kind,
@@ -104,6 +106,15 @@ def _describe(layer: StoredLayer, checkpoint: Checkpoint) -> dict[str, Any]:
         "shape": list(layer.shape),
         "bytes": layer.nbytes,
     }
+
+
+def _scheme_of(layer: StoredLayer, contents: Contents) -> QuantScheme | None:
+    """Its scheme, or that of a layer that is made from its tensors, if ``contents`` call it by another name."""
+    names = [layer.module]
+    for leaf in layer.tensors:
+        targets = contents.conversion_of(layer.full_name(leaf)).targets
+        names += [split_name(target.name)[0] for target in targets if target is not None]
+    return next((contents.manifest.layers[name] for name in names if name in contents.manifest.layers), None)
 
 
 def show(document: dict[str, Any], every_layer: bool) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint.packers import pack
+from checkpoint.samples import SAMPLES
 
 Tensors = dict[str, Tensor]
+FP4 = {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1, "is_dynamic": False, "symmetric": None}
+MXFP4 = {**FP4, "group_size": 32, "scale_format": "e8m0"}
 REORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 TOKENS = {"qscheme": "per_channel", "ch_axis": 1, "is_dynamic": True}
@@ -98,3 +105,22 @@ def _fields(packed: Tensor, dtype: str, in_order: bool) -> Tensor:
         fields = packed[..., None].long() >> torch.arange(0, 32, 4) & 15
         fields = (fields if in_order else fields[..., [REORDER.index(i) for i in range(8)]]).flatten(-2)
     return fields if dtype.startswith("u") else (fields ^ 8) - 8
+
+
+def write_gpt_oss(folder: Path) -> Tensors:
+    """Writes the sample of GPT-OSS with a layer for each expert, gates and ups in one; returns the tensors."""
+    source = SAMPLES / "mxfp4-gpt-oss"
+    own: Tensors = {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        stem, _, leaf = key.rpartition(".")
+        match = re.fullmatch("(gate_up_proj|down_proj)_(blocks|scales|bias)", leaf)
+        for expert, value in enumerate(tensor) if match else ():
+            part = {"blocks": "weight", "scales": "weight_scale", "bias": "bias"}[match[2]]
+            own[f"{stem}.{expert}.{match[1]}.{part}"] = (value.flatten(1) if part == "weight" else value).clone()
+        if not match:
+            own[key] = tensor
+    save_file(own, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "quark", "global_quant_config": {"weight": MXFP4}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return own

@@ -80,6 +80,13 @@ def test_layouts(bits: int, N: int, K: int, size: int, scheme: str, tmp_path: Pa
     assert error <= 2.0**-23 * weight.abs().amax() * 2
 
 
+def test_three_values_are_stored_in_2_bits(tmp_path: Path) -> None:
+    tensors, weight = stored(2, 6, 96, 32, nbits=1.58)
+    layer = load(tmp_path, tensors, 6, 96)
+    assert layer.scheme.name == "int4-32-float-zeros"
+    assert (layer.dequantize(torch.float64).weight - weight).abs().amax() <= 2.0**-22 * weight.abs().amax()
+
+
 def changed(bits: int = 4, **changes: Any) -> dict[str, Tensor]:
     return stored(bits, 4, 64, 32, **changes)[0]
 
@@ -100,6 +107,8 @@ REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
     "a broken group": (changed(group_size=48), r"a has the shape \[4, 64\], in groups of 48 columns"),
     "no shape": (changed(shape=[4]), r"a.shape is \[4\], which doesn't say"),
     "float bits": (changed(nbits=4.0), r"a.nbits is torch.float32 \[\]; it must be a whole number"),
+    "other parts of bits": (changed(nbits=1.5), r"a.nbits is torch.float32 \[\]; it must be a whole number"),
+    "a size in floats": (changed(group_size=32.0), r"a.group_size is torch.float32 \[\]; it must be a whole number"),
     "too large": (stored(8, 4, 64, 32, nbits=6)[0], r"a.W_q: values go up to \d+; those of 6 bits go up to 63"),
     "words": (changed(nbits=3), r"a.W_q is torch.uint8 \[4, 32\]; it must be torch.int32 \[1, 32\]"),
     "another shape": (changed(shape=[8, 64]), r"a.W_q is torch.uint8 \[4, 32\]; it must be torch.uint8 \[8, 32\]"),

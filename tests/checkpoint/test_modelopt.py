@@ -136,14 +136,46 @@ def test_fp4_with_inputs_in_fp8(tmp_path: Path) -> None:
         assert torch.equal(layer.dequantize(torch.float32).weight, torch.tensor([0.25, 0.5]).repeat(32, 32))
 
 
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("is_prescaled", [False, True])
+def test_int4_of_awq(group: int, is_prescaled: bool, tmp_path: Path) -> None:
+    # A byte has two rows of a column, the first in its low bits.
+    q = torch.randint(-8, 8, (32, 64), dtype=torch.int8)
+    scale, factors = torch.rand(32, 64 // group), torch.rand(64).bfloat16()
+    tensors = {"weight": (q[::2] & 15 | q[1::2] << 4).view(torch.uint8), "weight_scale": scale}
+    layer = load(tmp_path, tensors | ({"pre_quant_scale": factors} if is_prescaled else {}), "W4A16_AWQ")
+    assert layer.scheme.name == {32: "int4-32", 64: "int4-channel"}[group] + ("-prescaled" if is_prescaled else "")
+    weight, x = q * scale.repeat_interleave(group, 1), torch.randn(3, 64)
+    assert torch.equal(layer.dequantize(torch.float32).weight, weight * factors.float() if is_prescaled else weight)
+    wanted = nn.functional.linear(x * factors.float() if is_prescaled else x, weight)
+    torch.testing.assert_close(layer(x), wanted)
+
+
+def test_nvfp4_of_awq(tmp_path: Path) -> None:
+    codes, factors = torch.full((32, 32), 0x21, dtype=torch.uint8), torch.rand(64).bfloat16()  # 0.5 and 1
+    tensors = {"weight": codes, "weight_scale": NVFP4["weight_scale"], "weight_scale_2": torch.tensor(0.5)}
+    tensors |= {"input_scale": torch.ones(()), "pre_quant_scale": factors}
+    with pytest.warns(UserWarning, match=r"activations stay in float, where the checkpoint asks for fp4$"):
+        layer = load(tmp_path, tensors, "NVFP4_AWQ")
+    assert layer.scheme.name == "nvfp4-prescaled"
+    x = torch.randn(3, 64)
+    wanted = nn.functional.linear(x * factors.float(), torch.tensor([0.25, 0.5]).repeat(32, 32))
+    torch.testing.assert_close(layer(x), wanted)
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
         ({**NVFP4, "weight_scale_2": torch.ones(2)}, r"weight_scale_2 is torch.float32 \[2\]; it must be"),
         (NVFP4, "0 has weight torch.uint8"),
         (
-            {**NVFP4, "weight_scale_2": torch.ones(()), "pre_quant_scale": torch.ones(64)},
-            "0 has a pre_quant_scale .*, by which its input would have to be multiplied",
+            {"weight": E4M3, "weight_scale": torch.tensor(0.5), "input_scale": torch.ones(())}
+            | {"pre_quant_scale": torch.ones(64)},
+            "0 has the scheme 'fp8-static' and a pre_quant_scale, by which its input would be multiplied first",
+        ),
+        (
+            {**NVFP4, "weight_scale_2": torch.ones(()), "pre_quant_scale": torch.ones(32)},
+            r"pre_quant_scale is torch.float32 \[32\]; it must be",
         ),
         ({"weight": E4M3, "weight_scale": torch.ones(1, 1, 1, 1)}, "0 has weight torch.float8_e4m3fn"),
         (
@@ -170,8 +202,12 @@ def test_fp4_with_inputs_in_fp8(tmp_path: Path) -> None:
             r"0.weight_scale is torch.uint8 \[32, 1\]; it must be torch.uint8, \[32, 2\]",
         ),
         (
-            {"weight": torch.zeros(16, 64, dtype=torch.uint8), "weight_scale": torch.ones(32, 1)},
-            "0 has weight torch.uint",
+            {"weight": torch.zeros(16, 64, dtype=torch.uint8), "weight_scale": torch.ones(32, 3)},
+            r"0.weight_scale is torch.float32 \[32, 3\]; it must be \[32, groups of 64 columns\]",
+        ),
+        (
+            {"weight": torch.zeros(16, 64, dtype=torch.uint8), "weight_scale": torch.ones(16, 1)},
+            r"0.weight_scale is torch.float32 \[16, 1\]; it must be \[32, groups of 64 columns\]",
         ),
     ],
 )

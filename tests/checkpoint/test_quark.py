@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import qgemm
 from checkpoint.foreign import same_tensors
 from checkpoint.packers import linears
-from checkpoint.quark_layers import TOKENS, Tensors, fp8, integers, mxfp4, step, weight_of
-from checkpoint.samples import SAMPLES as FOLDERS
+from checkpoint.quark_layers import (
+    FP4,
+    MXFP4,
+    TOKENS,
+    Tensors,
+    fp8,
+    integers,
+    mxfp4,
+    step,
+    weight_of,
+    write_gpt_oss,
+)
 from checkpoint.samples import load_sample, logit_error, wrong_weights
 from qgemm import CheckpointError
 from qgemm.nn.quant_layer import QuantLayer
@@ -40,8 +49,6 @@ def test_samples(name: str) -> None:
     assert [note in text for note, text in zip(notes, warned, strict=True)] == [True] * len(notes)
 
 
-FP4 = {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1, "is_dynamic": False, "symmetric": None}
-MXFP4 = {**FP4, "group_size": 32, "scale_format": "e8m0"}
 STATIC = {"qscheme": "per_tensor", "ch_axis": None, "is_dynamic": False}
 
 
@@ -207,21 +214,8 @@ def test_int4_by_int8(weight: dict[str, Any], scheme: str, tmp_path: Path) -> No
 
 
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
-    """A layer for each expert, with gates and ups in one."""
-    name, own = "mxfp4-gpt-oss", {}
-    for key, tensor in load_file(FOLDERS / name / "model.safetensors").items():
-        stem, _, leaf = key.rpartition(".")
-        match = re.fullmatch("(gate_up_proj|down_proj)_(blocks|scales|bias)", leaf)
-        for expert, value in enumerate(tensor) if match else ():
-            part = {"blocks": "weight", "scales": "weight_scale", "bias": "bias"}[match[2]]
-            own[f"{stem}.{expert}.{match[1]}.{part}"] = (value.flatten(1) if part == "weight" else value).clone()
-        if not match:
-            own[key] = tensor
-    save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((FOLDERS / name / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "quark", "global_quant_config": {"weight": MXFP4}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert same_tensors(qgemm.load_quantized(tmp_path).float(), load_sample(name)[0])
+    own = write_gpt_oss(tmp_path)
+    assert same_tensors(qgemm.load_quantized(tmp_path).float(), load_sample("mxfp4-gpt-oss")[0])
     odd = next(key for key in own if key.endswith("0.gate_up_proj.weight"))
     for key in (odd, f"{odd}_scale"):
         own[key] = own[key][:-1].clone()

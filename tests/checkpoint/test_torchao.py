@@ -160,8 +160,8 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
     ),
     "scaled inputs": (
         {"a._weight_act_pre_scale": torch.ones(64)},
-        attributes("Int8Tensor"),
-        r"act_pre_scale is of AWQ",
+        attributes("Int8Tensor", act_quant_kwargs=PER_ROW),
+        r"a has the scheme 'int8' and a _weight_act_pre_scale, by which its input would be multiplied first",
     ),
     "a bias": ({"a._bias_qdata": torch.ones(64)}, attributes("Int8Tensor"), r"_bias_qdata is of a parameter"),
 }

@@ -96,6 +96,17 @@ def test_tiles(N: int, K: int, columns: int, parts: int, tmp_path: Path) -> None
     assert torch.equal(layer.dequantize(torch.float32).weight, weight)
 
 
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (1,)])
+def test_inputs_that_awq_scales(shape: tuple[int, ...], tmp_path: Path) -> None:
+    q, scale, zero, weight = values(16, 96)
+    factors = torch.rand(shape).bfloat16()
+    layer = read(write(tmp_path, {**plain(q, scale, zero), "a._weight_act_pre_scale": factors}, int4()), 16, 96)
+    assert layer.scheme.name == "int4-32-float-zeros-prescaled"
+    assert torch.equal(layer.input_prescale, factors.flatten().expand(96))
+    x = torch.randn(3, 96)
+    torch.testing.assert_close(layer(x), nn.functional.linear(x * factors.float(), weight))
+
+
 # Of the first layer the others would take the scheme.
 @pytest.mark.parametrize("symmetric", [None, "0.w1", "1.w2"])
 def test_experts(symmetric: str | None, tmp_path: Path) -> None:
@@ -127,6 +138,14 @@ def test_experts(symmetric: str | None, tmp_path: Path) -> None:
         gate, up, down = (wanted[f"{experts}.{i}.{leaf}"] for leaf in ("w1", "w3", "w2"))
         assert torch.equal(made["gate_up_proj"][i], torch.cat((gate, up)))
         assert torch.equal(made["down_proj"][i], down)
+    factors = {f"{name}._weight_act_pre_scale": torch.rand(64) for name in names}
+    save_file({**tensors, **factors}, tmp_path / "model.safetensors", {f"{name}.weight": int4() for name in names})
+    with pytest.raises(CheckpointError, match=r"an expert in int4-32.*-prescaled, which qgemm doesn't compute: give a"):
+        qgemm.load_quantized(tmp_path)
+    converted = qgemm.load_quantized(tmp_path, scheme="int8").model.layers[0].mlp.experts.dequantize(torch.float32)
+    for i in range(2):
+        down = wanted[f"{experts}.{i}.w2"] * factors[f"{experts}.{i}.w2._weight_act_pre_scale"]
+        assert (converted["down_proj"][i] - down).norm() < 0.01 * down.norm()
 
 
 Q, SCALE, ZERO, _ = values(16, 64)
@@ -140,7 +159,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], str, str]] = {
     "no zero points": ({k: v for k, v in PLAIN.items() if "zero" not in k}, int4(), r"_weight_zero_point is missing"),
     "whole numbers": ({**PLAIN, "a._weight_zero_point": ZERO.to(torch.int8)}, int4(), r"_zero_point is torch.int8"),
     "of experts": ({**PLAIN, "a._weight_qdata": QDATA[None]}, int4(), r"it must be torch.int8, \[N, K / 2\]"),
-    "scaled inputs": ({**PLAIN, "a._weight_act_pre_scale": torch.ones(64)}, int4(), r"act_pre_scale is of AWQ"),
+    "scaled inputs": ({**PLAIN, "a._weight_act_pre_scale": torch.ones(32)}, int4(), r"_act_pre_scale is .* \[32\]; it"),
     "tiles of bytes": (PLAIN, tile_packed(16, 64), r"_qdata is torch.int8 \[16, 32\]; it must be torch.int32, \[N / 8"),
     "few tiles": (TILES, tile_packed(17, 64), r"it must be tiles for \[17, 64\]"),
     "no shape": (TILES, attributes("Int4TilePackedTo4dTensor", block_size=[1, 32]), r"shape of a.weight is None"),

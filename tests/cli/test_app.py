@@ -197,6 +197,11 @@ def test_a_mistaken_option_is_exit_code_2(tmp_path: Path) -> None:
     assert "neither a folder" in run_failing("inspect", tmp_path / "nowhere", "--json")
 
 
+def test_an_empty_name_is_not_the_current_folder(float_folder: Path, int8_folder: Path) -> None:
+    for command in (("quantize", float_folder, ""), ("convert", int8_folder, "", "--to", "qgemm")):
+        assert "the destination's name is empty" in run(*command, exit_code=2).stderr
+
+
 def test_colours_and_width_of_a_terminal(int8_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")

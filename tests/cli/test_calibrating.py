@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -116,6 +117,66 @@ def test_the_same_command_goes_on(source: Path, text: Path, tmp_path: Path, monk
         assert not (tmp_path / f"{name}.calibration").exists()
 
 
+@pytest.mark.parametrize("options", [("--recipe", "mse-weights"), (*STATIC, *FEW)])
+def test_a_folder_of_the_user_s_is_left_alone(
+    options: tuple[object, ...], source: Path, text: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "out.calibration"
+    own.mkdir()
+    (own / "checkpoint").mkdir()
+    (own / "checkpoint" / "mine.txt").write_text("mine")
+    command = ("quantize", source, tmp_path / "out", *options, *(("--text", text) if options[0] == "--scheme" else ()))
+    assert "out.calibration exists, and isn't a folder that qgemm made: move it" in run_failing(*command)
+    assert (own / "checkpoint" / "mine.txt").read_text() == "mine"
+    shutil.rmtree(own)
+    run(*command)
+    assert not own.exists()
+
+
+@pytest.mark.slow
+def test_a_full_disk_after_the_work_loses_none_of_it(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(GPTQ, "apply", killed_at("", seen))
+    command = ("quantize", source, tmp_path / "out", *STATIC, "--recipe", "gptq", "--text", text, *FEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(qgemm, "save_quantized", full_disk)
+        said = run_failing(*command)
+    assert "here: No space left on device. What is done isn't lost: finished blocks are kept in " in said
+    assert "out.calibration; the same command resumes from there" in said
+    with monkeypatch.context() as patch:
+        patch.setattr("qgemm.calibration.resume.write_safetensors", full_disk_of_no_name)
+        other = ("quantize", source, tmp_path / "other", *command[3:])
+        assert run_failing(*other) == f"qgemm: {tmp_path / 'other.calibration'}: No space left on device\n"
+        del seen[2:]
+    run(*command)
+    assert seen == ["model.layers.0", "model.layers.1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(qgemm, "save_quantized", full_disk)
+        without = ("quantize", source, tmp_path / "other", "--recipe", "mse-weights")
+        assert run_failing(*without) == "qgemm: here: No space left on device\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float", "out", "text.txt"]
+
+
+def full_disk_of_no_name(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_disk(*_: object, **options: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "here")
+
+
+def test_a_link_as_destination_is_refused_before_the_work(source: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "to-empty").symlink_to(tmp_path / "empty")
+    (tmp_path / "to-nothing").symlink_to(tmp_path / "nothing")
+    for name, problem in (("to-empty", "exists already"), ("to-nothing", "is a link to what isn't there")):
+        for options in ((), ("--recipe", "gptq", "--text", text, *FEW)):
+            assert problem in run_failing("quantize", source, tmp_path / name, *options)
+    assert not list(tmp_path.glob("*.calibration"))
+
+
 class Tokenizer:
     """A token for each letter, framed."""
 
@@ -179,7 +240,7 @@ def test_what_cannot_be_done_is_one_sentence(source: Path, int8_folder: Path, te
     write_tokenizer(source)
     out.mkdir()
     (out / "thesis.tex").touch()
-    assert "already exists and isn't empty" in failing(*with_text)
+    assert "exists already: choose another destination, or remove it" in failing(*with_text)
     shutil.rmtree(out)
     example = FAMILIES["t5"]()
     example.model.save_pretrained(tmp_path / "t5")

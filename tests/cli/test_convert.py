@@ -71,6 +71,8 @@ def test_what_cannot_be_converted(int8_folder: Path, float_folder: Path, tmp_pat
     out = tmp_path / "out"
     assert "quantize it with qgemm quantize" in run_failing("convert", float_folder, out, "--to", "qgemm")
     assert "write to another one" in run_failing("convert", int8_folder, int8_folder, "--to", "qgemm", "--overwrite")
+    index = int8_folder / "model.safetensors.index.json"
+    assert "write to another one" in run_failing("convert", index, int8_folder, "--to", "qgemm", "--overwrite")
     single = next(int8_folder.glob("*.safetensors"))
     assert "is a single file" in run_failing("convert", single, out, "--to", "qgemm")
     message = run_failing("convert", int8_folder, single, "--to", "qgemm")

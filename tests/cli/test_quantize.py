@@ -134,6 +134,7 @@ def test_what_cannot_be_done_is_one_sentence(float_folder: Path, int8_folder: Pa
     assert "pass --text FILE, or --statistics FILE, or --input-scales FILE" in run_failing(
         "quantize", float_folder, out, "--scheme", "int8-static"
     )
+    assert "--length is for a text: pass --text FILE" in run_failing("quantize", float_folder, out, "--length", 8)
     assert "is quantized already" in run_failing("quantize", int8_folder, out)
     assert "is not a folder" in run_failing("quantize", tmp_path / "nowhere", out)
     assert not out.exists()

@@ -45,8 +45,9 @@ EVERY_LAYER = [
     "nvfp4",
     "nf4",
     "bnb-fp4",
+    "nvfp4-prescaled",
 ]
-"""And of each format of weights, and each kind of state: zero points and an order, exponents, a global scale."""
+"""And of each format of weights, and each kind of state: zero points, an order, factors, exponents, a global scale."""
 
 OF_WEIGHTS = ["int4-32", "int4-channel", "int4-32-asymmetric", "int4-channel-asymmetric", "int8-weight", "fp8-weight"]
 OF_WEIGHTS += ["int4-32-float-zeros", "int8-weight-float-zeros"]

@@ -1,4 +1,4 @@
-"""diffusers' models, by a stand-in for the one class that qgemm changes, with the ``dtype`` that diffusers has."""
+"""diffusers' models, mostly by a stand-in for the class that qgemm changes, with the ``dtype`` that diffusers has."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import qgemm
 from qgemm.quantize import quantize_model
 
 NAME = "diffusers.models.modeling_utils"
@@ -63,3 +64,18 @@ def test_a_quantized_model_is_not_saved_as_a_float_one(model: nn.Module, tmp_pat
     quantize_model(model)
     with pytest.raises(ValueError, match=r"ModelMixin has quantized layers.*qgemm\.save_quantized"):
         model.save_pretrained(tmp_path)
+
+
+@pytest.mark.slow
+def test_from_pretrained_says_what_to_call(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 1}
+    built = diffusers.PriorTransformer(**sizes, embedding_dim=64, num_embeddings=4)
+    built.save_pretrained(tmp_path / "float")
+    qgemm.save_quantized(quantize_model(built), tmp_path / "int8")
+    message = r"takes no QGemmConfig: load the float model .* call qgemm\.quantize_model\(model"
+    with pytest.raises(ValueError, match=message):
+        diffusers.PriorTransformer.from_pretrained(tmp_path / "float", quantization_config=qgemm.QGemmConfig())
+    for options in ({}, {"quantization_config": qgemm.QGemmConfig()}):
+        with pytest.raises(ValueError, match=r"written by qgemm: load it with qgemm\.load_quantized"):
+            diffusers.PriorTransformer.from_pretrained(tmp_path / "int8", **options)

@@ -261,7 +261,7 @@ def test_a_dequantized_conv1d_is_one_again(tmp_path: Path) -> None:
     kinds = {name: type(module) for name, module in example.model.named_modules()}
     model: Any = qgemm.quantize_model(example.model, "int4")
     layer = model.transformer.h[0].attn.c_attn
-    expected = layer.dequantize()
+    expected = layer.float_linear()
     model.dequantize()
     assert {name: type(module) for name, module in model.named_modules()} == kinds
     c_attn = model.transformer.h[0].attn.c_attn
@@ -270,6 +270,29 @@ def test_a_dequantized_conv1d_is_one_again(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("way", ["quantized", "loaded", "loaded by transformers", "converted", "while loading"])
+@torch.no_grad()
+def test_a_conv1d_that_is_put_back_by_hand(way: str, tmp_path: Path) -> None:
+    model: Any = FAMILIES["gpt2"]().model
+    if way == "while loading":
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path, quantization_config=qgemm.QGemmConfig("int4"))
+    else:
+        qgemm.quantize_model(model, "int4")
+    if way in ("loaded", "loaded by transformers", "converted"):
+        qgemm.save_quantized(model, tmp_path)
+        options = {"quantization_config": qgemm.QGemmConfig("int8")} if way == "converted" else {}
+        load = qgemm.load_quantized if way == "loaded" else type(model).from_pretrained
+        model = load(tmp_path, **options)
+    attention = model.transformer.h[0].attn
+    attention.c_proj = attention.c_proj.dequantize()
+    assert attention.c_proj.weight.shape[0] == attention.c_proj.weight.shape[1]  # no shape shows a transposed weight
+    for save in (type(model).save_pretrained, qgemm.save_quantized):
+        save(model, tmp_path / save.__name__)
+        again = type(model).from_pretrained(tmp_path / save.__name__)
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize("cast", [None, torch.float32, torch.float16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import warnings
@@ -248,6 +249,15 @@ def test_what_is_for_float_models(config: QGemmConfig, message: str) -> None:
         load(SAMPLES / NAME, config)
 
 
+@pytest.mark.parametrize("name", ["gptq-4bit-g128-sym", "mxfp4-gpt-oss", "ct-mixed", "bnb-nf4", "awq-gemm-g128"])
+def test_the_first_layers_of_a_model(name: str) -> None:
+    first = load(SAMPLES / name, num_hidden_layers=1, dtype=torch.float32)
+    wanted: Any = qgemm.load_quantized(SAMPLES / name, dtype=torch.float32)
+    assert len(wanted.model.layers) == 2
+    wanted.model.layers = wanted.model.layers[:1]
+    assert same_tensors(first, wanted)
+
+
 def test_damage_and_another_class_are_refused(copied: Callable[[str], Path]) -> None:
     with pytest.raises(CheckpointError, match=r"the model is a LlamaModel: load the class that is named"):
         AutoModel.from_pretrained(SAMPLES / NAME, quantization_config=QGemmConfig())
@@ -258,6 +268,8 @@ def test_damage_and_another_class_are_refused(copied: Callable[[str], Path]) -> 
     edit_tensors(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=rf"{name} is missing"):
         load(folder)
+    with pytest.raises(CheckpointError, match=r"lacks tensors of the model: .*model\.layers\.2\."):
+        load(SAMPLES / NAME, num_hidden_layers=3)
 
 
 def test_the_config_of_a_quantized_model_is_passed_again(tmp_path: Path) -> None:
@@ -271,6 +283,20 @@ def test_the_config_of_a_quantized_model_is_passed_again(tmp_path: Path) -> None
     tiny_llama().save_pretrained(tmp_path / "float")
     with pytest.raises(CheckpointError, match="these are files of two checkpoints"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "float", config=model.config)
+
+
+def test_the_config_of_a_model_in_other_files() -> None:
+    model: Any = load_sample(NAME)[0]
+    empty = copy.deepcopy(model.config)
+    empty.quantization_config = QGemmConfig()
+    for config in (model.config, empty):
+        message = r"is quantized by another library, and .* in config= is qgemm's: take that out of it \(del config"
+        for options in ({}, {"quantization_config": QGemmConfig()}):
+            with pytest.raises(CheckpointError, match=message):
+                AutoModelForCausalLM.from_pretrained(SAMPLES / NAME, config=config, **options)
+    del empty.quantization_config
+    options = {"quantization_config": QGemmConfig(), "dtype": torch.float32}
+    assert same_tensors(AutoModelForCausalLM.from_pretrained(SAMPLES / NAME, config=empty, **options), model)
 
 
 def test_configs_of_one_class_are_still_compared(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from checkpoint.rewriting import edited
 from families import FAMILIES, VOCABULARY
+from families.mixtures import MIXTURES
 from processes import run_code
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -426,3 +427,23 @@ def test_versions_without_what_is_wrapped() -> None:
 def test_versions_that_load_with_other_arguments() -> None:
     assert refuse_values(lambda model, config: (model, config))(1, config=2) == (1, 2)
     assert refuse_values(lambda model, load_config: (model, load_config))(1, 2) == (1, 2)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-asymmetric", "mxfp4", "int8-static-asymmetric"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_oss"])
+def test_parameters_are_counted_as_those_of_the_float_model(family: str, scheme: str) -> None:
+    example = {**FAMILIES, **MIXTURES}[family]()
+    model: Any = example.model
+    model.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)
+    choices: list[dict[str, Any]] = [{}, {"only_trainable": True}, {"exclude_embeddings": True}]
+    wanted = [model.num_parameters(**options) for options in choices]
+    calibration = [example.inputs] if scheme == "int8-static-asymmetric" else None
+    qgemm.quantize_model(model, scheme, calibration=calibration)
+    assert [model.num_parameters(**options) for options in choices] == wanted
+    if family == "llama":
+        layers = model.model.layers
+        layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
+        own = layers[0].self_attn.q_proj
+        assert model.num_parameters(True) == wanted[1]
+        assert model.num_parameters(False) == wanted[0] - own.in_features * own.out_features

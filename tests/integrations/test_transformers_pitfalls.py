@@ -379,6 +379,11 @@ from qgemm.numerics.formats import INT8
 assert qgemm.QGemmConfig is not old
 assert AUTO_QUANTIZATION_CONFIG_MAPPING["qgemm"] is qgemm.QGemmConfig
 assert AUTO_QUANTIZER_MAPPING["qgemm"] is package.QGemmQuantizer
+from transformers import LlamaConfig, LlamaModel
+sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = LlamaModel(LlamaConfig(**sizes))
+count = model.num_parameters()
+assert qgemm.quantize_model(model, "int4").num_parameters() == count
 """
     run_code(code, transformers=True)
 

@@ -144,6 +144,11 @@ def test_what_cannot_be_cut_is_refused_by_name(
     sizes_of(scheme, 384, 384, (128, 64)).check()  # uncut
 
 
+def test_factors_of_inputs_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"doesn't compute model\.layers\.0\.mlp\.down_proj in 'nvfp4-prescaled'"):
+        sizes_of("nvfp4-prescaled").check()
+
+
 def layers_of(scheme: str, bias: bool) -> list[LinearLayer]:
     kind, made = linear_class(scheme), []
     for rows in ROWS:

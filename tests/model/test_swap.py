@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families.mixtures import MIXTURES
 from torch import Tensor, nn
 
 import qgemm
@@ -15,7 +16,7 @@ import qgemm.model.restore
 import qgemm.model.swap
 import qgemm.quantize
 from qgemm import QuantLinear, quantize_model, report
-from qgemm.calibration import GPTQ, SmoothQuant
+from qgemm.calibration import GPTQ, OutlierColumns, SmoothQuant
 from qgemm.model.swap import WeightError
 
 
@@ -259,3 +260,40 @@ def test_the_error_is_that_of_float64(size: float, dtype: torch.dtype) -> None:
     found = WeightError.of_layer(weight, layer).value
     assert found == pytest.approx((wanted.norm() / weight.double().norm()).item(), rel=1e-6)
     assert found > 1e-3
+
+
+def is_inference(model: nn.Module) -> set[bool]:
+    return {tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8-block", "int8-outliers-16"])
+def test_a_model_that_was_quantized_in_inference_mode_passes_gradients(scheme: str) -> None:
+    def make() -> Noted:
+        torch.manual_seed(0)
+        return Noted()
+
+    options = {"recipe": [OutlierColumns()], "calibration": [torch.randn(4, 16)]} if "outliers" in scheme else {}
+    model, wanted = make(), quantize_model(make(), scheme, **options)
+    with torch.inference_mode():
+        quantize_model(model, scheme, **options)
+    assert is_inference(model) == {False}
+    x = torch.randn(3, 16, requires_grad=True)
+    (of_x,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(of_x, *torch.autograd.grad(wanted(x).sum(), x))
+    model.load_state_dict(wanted.state_dict())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_experts_and_tied_layers_that_were_quantized_in_inference_mode(scheme: str) -> None:
+    example = MIXTURES["mixtral"]()
+    layers = example.model.model.layers
+    layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
+    example.model.requires_grad_(False)
+    with torch.inference_mode():
+        recipe = [SmoothQuant(), GPTQ()]
+        quantize_model(example.model, scheme, calibration=[example.inputs], recipe=recipe)
+    assert is_inference(example.model) == {False}
+    assert layers[1].self_attn.q_proj is layers[0].self_attn.q_proj
+    with torch.inference_mode():
+        made_there = quantize_model(MIXTURES["mixtral"]().model, scheme)
+    assert is_inference(made_there) == {True}

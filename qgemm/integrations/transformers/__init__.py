@@ -41,6 +41,7 @@ from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.foreign import admit_configs, prefer_qgemm
 from qgemm.integrations.transformers.parts import (
+    count_as_float,
     dequantize_parts,
     keep_quantized_heads,
     refuse_values,
@@ -73,6 +74,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callab
 # The only place where transformers compares a given config with the checkpoint's; it raises if their classes differ.
 _wrap(AutoHfQuantizer, "merge_quantization_configs", prefer_qgemm)
 _wrap(AutoHfQuantizer, "supports_quant_method", admit_configs)
+_wrap(PreTrainedModel, "num_parameters", count_as_float)
 # Functions that don't ask a quantizer about a part of a model.
 _wrap(PreTrainedConfig, "get_config_dict", tell_parts)
 _wrap(PreTrainedModel, "save_pretrained", save_parts)

@@ -157,7 +157,7 @@ class ForeignLoad:
             )
         with torch.device("cpu"):  # transformers builds the model with meta as the default device
             self._contents = read_contents(folder, values, config_path)
-        fit_to_model(self._contents, model, config_path, scheme)
+        fit_to_model(self._contents, model, config_path, scheme, may_have_fewer_layers=True)
         contents = self._contents
         # transformers recreates the buffers.
         self._layers = match(model, contents.manifest, contents.headers, config_path, has_buffers=False)

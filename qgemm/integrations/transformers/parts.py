@@ -24,7 +24,7 @@ from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer
 from qgemm.integrations.transformers.renaming import check_dtypes, check_files
 from qgemm.nn import LinearLayer
-from qgemm.nn.quant_layer import has_quant_layers
+from qgemm.nn.quant_layer import has_quant_layers, quant_layers
 
 
 def tell_parts(get_config_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,6 +107,26 @@ def keep_quantized_heads(resize: Callable[..., Any]) -> Callable[..., Any]:
         return resize(self, *args, **kwargs)
 
     return resize_floats
+
+
+def count_as_float(num_parameters: Callable[..., int]) -> Callable[..., int]:
+    """Wraps transformers' ``num_parameters``: a quantized layer counts as its float one, not by bytes and scales."""
+    num_parameters = getattr(num_parameters, "_counts_bytes", num_parameters)  # a notebook's autoreload wraps it again
+    signature = inspect.signature(num_parameters)
+
+    @functools.wraps(num_parameters)
+    def count(self: PreTrainedModel, *args: Any, **kwargs: Any) -> int:
+        total = num_parameters(self, *args, **kwargs)
+        if signature.bind(self, *args, **kwargs).arguments.get("only_trainable"):
+            return total
+        layers = {layer.stored(layer.weight_names[0]): layer for layer in quant_layers(self).values()}
+        for layer in layers.values():
+            if layer.shard is None:  # transformers counts the whole of what is split
+                total += layer.float_numel - sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+        return total
+
+    count._counts_bytes = num_parameters  # type: ignore[attr-defined]
+    return count
 
 
 @contextmanager

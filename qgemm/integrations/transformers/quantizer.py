@@ -16,6 +16,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
 from qgemm.checkpoint.disk import check_regular, reading
+from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import built_again
 from qgemm.checkpoint.requantize import convert_layers
@@ -34,7 +35,6 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import close_attention
 from qgemm.nn.carry_over import share_hooks
 from qgemm.nn.float_experts import describe_experts
-from qgemm.nn.linear_layer import is_conv1d
 from qgemm.nn.quant_layer import float_dtype, has_quant_layers, quant_layers
 from qgemm.quantize import quantize
 
@@ -134,6 +134,12 @@ class QGemmQuantizer(HfQuantizer):
         if self.quantization_config.foreign or (not self.pre_quantized and is_foreign(files)):
             self._reading = ForeignLoad(model, self.quantization_config, files)
         elif self.pre_quantized:
+            if is_foreign(files):
+                raise CheckpointError(
+                    f"{files[0].parent} is quantized by another library, and the quantization_config in config= is "
+                    "qgemm's: take that out of it (del config.quantization_config), and pass "
+                    "quantization_config=qgemm.QGemmConfig() to from_pretrained"
+                )
             self._reading = QuantizedLoad(model, self.quantization_config, files)
         else:
             check_files(model, files)
@@ -204,7 +210,7 @@ class QGemmQuantizer(HfQuantizer):
         for name, layer in layers.items():
             if layer not in made:
                 if isinstance(layer, LinearLayer):
-                    made[layer] = _float_linear(of_model.get(name.removesuffix(".base_layer")), layer, wanted)
+                    made[layer] = layer.dequantize(wanted)
                 else:
                     assert isinstance(layer, QuantExperts)
                     made[layer] = _float_experts(of_model[name], layer, wanted)
@@ -296,15 +302,6 @@ def _copy_config(model: PreTrainedModel) -> None:
         for key, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
                 vars(module)[key] = copies.get(id(value), value)
-
-
-def _float_linear(module: nn.Module | None, quantized: LinearLayer, dtype: torch.dtype | None) -> nn.Module:
-    """An ``nn.Linear``, or a ``Conv1D``, if ``module`` is one: the layer of the float model, on meta."""
-    linear = quantized.dequantize(dtype)
-    if module is None or not is_conv1d(module):
-        return linear
-    module.weight, module.bias = nn.Parameter(linear.weight.detach().t().contiguous()), linear.bias
-    return module.train(quantized.training)
 
 
 def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtype | None) -> nn.Module:

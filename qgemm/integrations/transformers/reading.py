@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from qgemm.checkpoint.checksum import checksum, format_checksum
@@ -33,7 +33,7 @@ from qgemm.checkpoint.safetensors_file import (
 )
 from qgemm.checkpoint.stored_report import parse_report, read_report, warn_without_report
 from qgemm.checkpoint.tensor_file import file_stamp
-from qgemm.checkpoint.tensors import forget_ties, get_tensor, set_tensor, transient_names
+from qgemm.checkpoint.tensors import forget_ties, get_tensor, is_beyond, set_tensor, transient_names
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.renaming import Renaming
 from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
@@ -94,7 +94,7 @@ class QuantizedLoad:
 
     def _put_layers(self, model: PreTrainedModel, manifest: Manifest) -> tuple[dict[str, QuantLayer], Manifest]:
         """Puts the layers in ``manifest`` into ``model``, without values; returns them, and the model's manifest."""
-        if any(_is_beyond(model, name) for name in manifest.layers):
+        if any(is_beyond(model, name) for name in manifest.layers):
             manifest = _without_last_layers(model, manifest)
             self._files.report = None  # it describes all layers
         may_be_called = list(manifest.layers)
@@ -201,21 +201,11 @@ def _manifest_for(model: PreTrainedModel, renaming: Renaming, manifest: Manifest
     return Manifest(own(manifest.layers), own_ties, manifest.save, in_features=own(manifest.in_features))
 
 
-def _is_beyond(model: PreTrainedModel, name: str) -> bool:
-    """Whether the module ``name`` is in a list of ``model`` with fewer modules, as with ``num_hidden_layers=2``."""
-    module: nn.Module = model
-    for part in name.split("."):
-        if (child := module._modules.get(part)) is None:
-            return isinstance(module, nn.ModuleList) and part.isdigit()
-        module = child
-    return False
-
-
 def _without_last_layers(model: PreTrainedModel, manifest: Manifest) -> Manifest:
     """The part of ``manifest`` about a model with fewer layers; transformers lists the tensors that it leaves out."""
 
     def own(by_name: Mapping[str, Value]) -> dict[str, Value]:
-        return {name: value for name, value in by_name.items() if not _is_beyond(model, name)}
+        return {name: value for name, value in by_name.items() if not is_beyond(model, name)}
 
     return replace(
         manifest, layers=own(manifest.layers), tied=own(manifest.tied), in_features=own(manifest.in_features)

@@ -51,6 +51,11 @@ class Sizes:
     def check(self) -> None:
         """Raises ``ValueError`` for a split that the scheme doesn't allow."""
         weight, problem = self.scheme.weight, ""
+        if weight.is_prescaled:
+            raise ValueError(
+                f"the plugin for vLLM doesn't compute {self.name} in {self.scheme.name!r}, with factors for its input: "
+                "convert the folder with qgemm convert --to qgemm --scheme int8, or another scheme"
+            )
         if self.is_cut and weight.group_size is not None and self.own_K % weight.group_size:
             problem = f"{self.own_K} of {self.K} columns don't end with a group of {weight.group_size}"
         elif self.is_cut and weight.is_ordered:
