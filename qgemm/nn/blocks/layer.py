@@ -72,7 +72,7 @@ class CalledBranch:
         out = self.module(x, residual, **told) if self.adds else self.module(x, **told)
         whole: Tensor = out[0] if isinstance(out, tuple) else out
         whole = (whole if self.behind is None else self.behind(whole)).view_as(x)
-        return whole if residual is None or self.adds else residual + whole
+        return whole if residual is None or self.adds else add(whole, residual, None)
 
 
 Branch = (
@@ -230,7 +230,7 @@ class FusedLayer(FusedModule):
         out = attention.branch(into, first, residual, x.dtype, context)
         out = mlp.branch(other, second, out, x.dtype, context)
         out = out if shard is None else shard.sum(out)
-        return out if self.residual_first else out + x
+        return out if self.residual_first else add(out, x, None)
 
     def _norms_last(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         dtype, reads = x.dtype, self._reads(operands)

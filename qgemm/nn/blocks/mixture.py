@@ -153,7 +153,7 @@ class FusedMixture:
         if self.shared_gate is not None:
             shared = F.sigmoid(self.shared_gate(rows)) * shared
         out = self._experts(rows, index, weights, shared).view(x.shape)
-        return out if residual is None else residual + out
+        return out if residual is None else add(out, residual, None)
 
     def _experts(self, rows: Tensor, index: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
         if not self.scales_input:
@@ -165,7 +165,7 @@ class FusedMixture:
         if k == 1:
             return QuantExperts.forward(self.experts, each, index, ones, residual)
         out = QuantExperts.forward(self.experts, each, index.reshape(-1, 1), ones).view(T, k, -1).sum(dim=1)
-        return out if residual is None else residual + out
+        return out if residual is None else add(out, residual, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,4 +208,4 @@ class MlpAndMixture:
         weights, index = self.router(rows)
         of_experts: Tensor = self.experts(read(rows, self.norm, ()), index, weights)
         out = add(of_experts.view(x.shape), of_mlp, self.out_norm)
-        return out if residual is None else residual + out
+        return out if residual is None else add(out, residual, None)

@@ -15,6 +15,9 @@ from qgemm.ops.norms import add_norm, add_norm_quantize, norm_quantize, post_nor
 from qgemm.ops.rows import activate as activate_floats
 from qgemm.ops.rows import activation_quantize
 
+_NONE = Norm()
+"""Stands for the norm in a call that has none."""
+
 
 @dataclass(frozen=True, eq=False)
 class NormStep:
@@ -60,11 +63,11 @@ def add_and_read(
 ) -> tuple[Tensor, Input]:
     """``total = residual + out_norm(x)``, and the next branch's input, ``norm(total)``, as in ``read``."""
     before, after = (None if each is None else each.vectors(x) for each in (out_step, step))
-    unknown = (out_step is not None and before is None) or (step is not None and after is None)
+    known = (out_step is None or (before is not None and before[1] is None)) and (step is None or after is not None)
     norms = {each.norm for each in (out_step, step) if each is not None}
     in_rows = read_rows(operands)
-    if unknown or len(norms) != 1 or (before is not None and before[1] is not None) or (step is None and not in_rows):
-        total = residual + normalize(x, out_step)
+    if not known or len(norms) != 1 or (step is None and not in_rows):
+        total = add(x, residual, out_step)
         return total, read(total, step, operands)
     (norm,) = norms
     assert norm is not None
@@ -78,9 +81,11 @@ def add_and_read(
 
 
 def add(x: Tensor, residual: Tensor, out_step: NormStep | None) -> Tensor:
-    """``residual + out_norm(x)``."""
-    vectors = None if out_step is None else out_step.vectors(x)
-    if out_step is None or vectors is None or vectors[1] is not None or out_step.norm is None:
+    """``residual + out_norm(x)``, in one kernel if the norm is known or there is none."""
+    if out_step is None:
+        return add_norm(x, residual, None, None, None, _NONE)[0] if x.dtype == residual.dtype else residual + x
+    vectors = out_step.vectors(x)
+    if vectors is None or vectors[1] is not None or out_step.norm is None:
         return residual + normalize(x, out_step)
     return add_norm(x, residual, vectors[0], None, None, out_step.norm)[0]
 
