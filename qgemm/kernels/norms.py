@@ -77,7 +77,8 @@ class Norm:
 class NormCall(NamedTuple):
     """What a function of ``dispatch`` with a norm gets, which says what it is; None for what the function doesn't have.
 
-    ``dtype``: that of quantized rows; None if there are none.
+    ``dtype``: that of quantized rows; None if there are none. ``factor``: of the branch; ``total_factor``: of the
+    total, one value. Each product is rounded to the dtype of ``x``.
     """
 
     x: Tensor
@@ -89,11 +90,22 @@ class NormCall(NamedTuple):
     norm: Norm
     input_scale: Tensor | None = None
     dtype: torch.dtype | None = None
+    factor: float = 1.0
+    total_factor: Tensor | None = None
 
     @property
     def adds(self) -> bool:
         """Whether there is a total that isn't ``x`` itself."""
-        return self.residual is not None or self.branch_weight is not None or self.gate is not None
+        parts = self.residual, self.branch_weight, self.gate, self.total_factor
+        return self.factor != 1.0 or any(each is not None for each in parts)
+
+    def total(self) -> Tensor:
+        """The total, in plain PyTorch: the specification."""
+        out = self.x if self.branch_weight is None else self.norm(self.x, self.branch_weight)
+        out = out if self.gate is None else out * of_samples(self.gate, self.x)
+        out = out if self.factor == 1.0 else out * self.factor
+        out = (out if self.residual is None else self.residual + out).to(self.x.dtype)
+        return out if self.total_factor is None else out * self.total_factor
 
 
 NormOutputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -101,5 +113,10 @@ NormOutputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def of_samples(vectors: Tensor, x: Tensor) -> Tensor:
-    """``vectors [B, K]`` with the dimensions of ``x [B, ..., K]``, with 1 between the first and the last."""
+    """``vectors [B, K]`` with the dimensions of ``x [B, ..., K]``, with 1 between the first and the last.
+
+    ``[K]`` stay as they are.
+    """
+    if vectors.ndim == 1:
+        return vectors
     return vectors.reshape(vectors.shape[0], *(1,) * (x.ndim - 2), vectors.shape[1])

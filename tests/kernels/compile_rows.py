@@ -28,6 +28,8 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows add longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("layer")))
     yield Case("rows add sandwich longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("rms"), True))
     yield Case("rows add sandwich longest float32", lambda: add_norm(longest // 4, fp32, Norm("rms_plus_one")))
+    yield Case("rows add factors bfloat16", lambda: with_factors(4096, bf16))
+    yield Case("rows add factors longest float32", lambda: with_factors(longest // 4, fp32))
     yield Case("rows post longest bfloat16", lambda: post_norm_quantize(longest // 2, bf16, Norm("layer")))
     yield Case("diffusion gate bfloat16", lambda: modulated(3072, bf16, bf16))
     yield Case("diffusion vectors float32", lambda: modulated(5120, bf16, fp32))
@@ -107,6 +109,11 @@ def post_norm_quantize(K: int, dtype: torch.dtype, kind: Norm) -> None:
 
 def add_norm(K: int, dtype: torch.dtype, kind: Norm) -> None:
     norms.norm_rows(sum_of(K, dtype, kind, True)._replace(dtype=None), total=True, normed=True)
+
+
+def with_factors(K: int, dtype: torch.dtype) -> None:
+    call = sum_of(K, dtype, Norm("rms_once"), True)
+    norms.norm_rows(call._replace(factor=0.22, total_factor=vector(1, dtype)), total=True)
 
 
 def sum_of(K: int, dtype: torch.dtype, kind: Norm, sandwich: bool) -> NormCall:

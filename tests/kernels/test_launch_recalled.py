@@ -84,6 +84,8 @@ def calls(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Tenso
         ),
         "add_norm": lambda x, r: norms.add_norm(x, r, None, weight, None, norm),
         "add_norm branch": lambda x, r: norms.add_norm(x, r, weight, None, None, norm)[0],
+        "add_norm factors": lambda x, r: norms.add_norm(x, r, None, None, None, norm, None, 0.5, bias[:1])[0],
+        "add_norm_quantize factor": lambda x, r: norms.add_norm_quantize(x, r, None, weight, None, norm, factor=0.5),
         "add_norm alone": lambda x, r: norms.add_norm(x, None, None, weight, bias, layer)[1],
         "activate": lambda x, r: activate(x, "gelu_tanh", True),
         "post_norm": lambda x, r: norms.post_norm(x, r, weight, bias, layer),

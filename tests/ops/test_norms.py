@@ -74,6 +74,27 @@ def test_gradients_through_a_gate(device: torch.device) -> None:
     torch.testing.assert_close(grads, torch.autograd.grad((wanted[0] * along[0]).sum(), (x, gate)))
 
 
+@pytest.mark.parametrize("behind", [True, False])
+def test_gradients_through_numbers(behind: bool, device: torch.device) -> None:
+    x, residual, weight, branch, of_total = (
+        torch.randn(*s, device=device, requires_grad=True) for s in ((2, 3, 40), (2, 3, 40), (40,), (40,), (1,))
+    )
+    leaves = [x, residual, weight, of_total, *([branch] if behind else [])]
+    given = x, residual, branch if behind else None, weight, None, Norm(eps=1e-3), None, 0.22, of_total
+    out, wanted = norms.add_norm(*given), add_norm_reference(*given)
+    torch.testing.assert_close(out, wanted)
+    along = torch.randn(2, *x.shape, device=device)
+    grads, expected = (
+        torch.autograd.grad((each[0] * along[0] + each[1] * along[1]).sum(), leaves) for each in (out, wanted)
+    )
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+    total = norms.add_norm_quantize(*given[:6], factor=0.22)[0]
+    wanted_total = add_norm_reference(*given[:8])[0]
+    leaves = [x, residual, *([branch] if behind else [])]
+    grads, expected = (torch.autograd.grad((each * along[0]).sum(), leaves) for each in (total, wanted_total))
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_of_float32_vectors(device: torch.device) -> None:
     x, residual = (torch.randn(2, 3, 40, device=device).bfloat16().requires_grad_() for _ in range(2))
     vectors = [torch.randn(2, 40, device=device, requires_grad=True) for _ in range(3)]

@@ -86,6 +86,15 @@ def multiply_blocks(blocks, others, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def scale_blocks(blocks, factor, BLOCKS: tl.constexpr):
+    """``blocks * factor``, a number, rounded to their dtype."""
+    out = ()
+    for i in tl.static_range(BLOCKS):
+        out = out + (rounded(blocks[i].to(tl.float32) * tl.cast(factor, tl.float32), blocks[i].dtype),)
+    return out
+
+
+@triton.jit
 def store_blocks(row, blocks, length, offsets, BLOCKS: tl.constexpr):
     """Writes ``blocks`` one after the other to ``row``, up to ``length`` values."""
     BLOCK: tl.constexpr = offsets.shape[0]
