@@ -28,7 +28,6 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows add longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("layer")))
     yield Case("rows add sandwich longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("rms"), True))
     yield Case("rows add sandwich longest float32", lambda: add_norm(longest // 4, fp32, Norm("rms_plus_one")))
-    yield Case("rows add factors bfloat16", lambda: with_factors(4096, bf16))
     yield Case("rows add factors longest float32", lambda: with_factors(longest // 4, fp32))
     yield Case("rows post longest bfloat16", lambda: post_norm_quantize(longest // 2, bf16, Norm("layer")))
     yield Case("diffusion gate bfloat16", lambda: modulated(3072, bf16, bf16))
@@ -42,6 +41,7 @@ def row_cases() -> Iterator[Case]:
         yield Case(f"rows sum {name} {K} add", lambda d=dtype, k=K: add_norm_quantize(k, d, Norm("rms"), True))
         yield Case(f"rows sum {name} {K} post", lambda d=dtype, k=K: post_norm_quantize(k, d, Norm("rms")))
         yield Case(f"rows sum {name} {K} floats", lambda d=dtype, k=K: add_norm(k, d, Norm("rms")))
+        yield Case(f"rows sum {name} {K} factors", lambda d=dtype, k=K: with_factors(k, d))
     # Triton makes a constant of a length of 1.
     yield Case("one value norm", lambda: norm(1, bf16, Norm("layer")))
     yield Case("one value activation", lambda: activation(1, bf16, "silu", True))
