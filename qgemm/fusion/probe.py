@@ -66,8 +66,8 @@ def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
     generator = torch.Generator().manual_seed(0)
     for parameter in own.parameters():
         parameter.copy_(normal(parameter.shape, generator))
-    # Small enough to show eps.
-    x = normal((_ROWS, weight.shape[0]), generator).mul_(max(eps, 1e-12) ** 0.5).to(torch.bfloat16)
+    # Small enough to show eps; of three dimensions, of which other norms, such as ``nn.GroupNorm``, read the second.
+    x = normal((2, _ROWS // 2, weight.shape[0]), generator).mul_(max(eps, 1e-12) ** 0.5).to(torch.bfloat16)
     vectors = (own._parameters.get("weight", weight.to(torch.bfloat16)), own._parameters.get("bias"))
 
     def unlike(norm: Norm) -> float:

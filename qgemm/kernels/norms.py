@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-NORMS = ("rms", "rms_once", "rms_plus_one", "layer")
-"""The kinds of norms that modules compute; see ``Norm``."""
+NORMS_OF_HEADS = ("rms", "rms_once", "rms_plus_one", "layer")
+"""The kinds of norms that operators for queries and keys compute; see ``Norm``."""
+NORMS = (*NORMS_OF_HEADS, "layer_plus_one")
+"""The kinds of norms that modules compute."""
 MODULATED = "layer_by_steps"
 """The kind of diffusion models' norms, whose weight and bias come from the time step."""
 
@@ -26,10 +28,11 @@ class Norm:
     - ``"rms_once"``: ``round(y * weight)``, as in OLMo 2, GPT-OSS, Gemma 4.
     - ``"rms_plus_one"``: ``round(y * (1 + weight))``, as in Gemma 1 to 3.
     - ``"layer"``: ``nn.LayerNorm``: ``round((x - mean) / sqrt(var + eps) * weight + bias)``; Cohere's has no bias.
-    - ``"layer_by_steps"``: the same, as ``round(round(round(...) * weight) + bias)``: diffusion models compute
-      ``norm(x) * (1 + scale) + shift`` as three operators. Operators for queries and keys don't have it.
+    - ``"layer_plus_one"``: the same with ``round(1 + weight)`` as its weight, as in Nemotron.
+    - ``"layer_by_steps"``: ``nn.LayerNorm``'s, as ``round(round(round(...) * weight) + bias)``: diffusion models
+      compute ``norm(x) * (1 + scale) + shift`` as three operators.
 
-    ``weight``, ``bias``: of the dtype of ``x``; those of both layer norms may be float32, as in Wan, and then the norm
+    ``weight``, ``bias``: of the dtype of ``x``; those of layer norms may be float32, as in Wan, and then the norm
     is rounded once, at its end. They are ``[K]``, or ``[B, K]`` with a row for each sample of ``x [B, ..., K]``, as
     diffusion models compute from the time step.
     ``eps``: a number, at least 0. Raises ``ValueError`` for other values.
@@ -48,12 +51,19 @@ class Norm:
     @property
     def is_layer(self) -> bool:
         """Whether it subtracts the mean, and may have a bias."""
-        return self.kind in ("layer", MODULATED)
+        return self.kind in ("layer", "layer_plus_one", MODULATED)
+
+    @property
+    def adds_one(self) -> bool:
+        """Whether 1 is added to its weight."""
+        return self.kind.endswith("_plus_one")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The norm of the rows of ``x [..., K]``, in its dtype. ``weight``, ``bias``: ``[K]`` or ``[B, K]``."""
         if weight.ndim == 2:
             weight, bias = of_samples(weight, x), None if bias is None else of_samples(bias, x)
+        if self.is_layer and self.adds_one:
+            weight = weight + 1.0
         if self.kind == MODULATED:
             y = x.to(weight.dtype)
             y = F.layer_norm(y, x.shape[-1:], None, None, self.eps).to(y.dtype) if x.numel() else y

@@ -186,7 +186,8 @@ def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.quantizes = rows[0].dtype in OPERANDS
     # Behind a static scale and a dtype; PyTorch leaves out the last ones that are as by default.
     given = rest[2:] if ctx.quantizes else rest
-    gate, ctx.factor, total_factor = (*given, *(None, 1.0, None)[len(given) :])
+    values: Any = (*given, *(None, 1.0, None)[len(given) :])
+    gate, ctx.factor, total_factor = values
     if ctx.quantizes:
         ctx.mark_non_differentiable(*rows)
         weight = None
@@ -231,7 +232,7 @@ def _norm_backward(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple
         h = h - h.mean(dim=-1, keepdim=True)
     rstd = torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + norm.eps)
     y = h * rstd
-    scaled = grad * (1.0 + weight.float() if norm.kind == "rms_plus_one" else weight.float())
+    scaled = grad * (1.0 + weight.float() if norm.adds_one else weight.float())
     inner = scaled - y * (scaled * y).mean(dim=-1, keepdim=True)
     if norm.is_layer:
         inner = inner - scaled.mean(dim=-1, keepdim=True)

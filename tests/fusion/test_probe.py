@@ -39,10 +39,16 @@ def test_each_norm_is_found(kind: str, eps: float) -> None:
     assert find_norm(_Norm(Norm(kind, eps))) == Norm(kind, eps)
 
 
+def test_a_norm_of_channels_is_none_of_them() -> None:
+    """It has the bits of a layer norm for rows alone."""
+    assert find_norm(nn.GroupNorm(1, 64)) is None
+
+
 def test_norms_of_models() -> None:
     from transformers.models.cohere.modeling_cohere import CohereLayerNorm
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
     norms: dict[Any, str] = {
@@ -50,6 +56,7 @@ def test_norms_of_models() -> None:
         Olmo2RMSNorm(64): "rms_once",
         GemmaRMSNorm(64): "rms_plus_one",
         CohereLayerNorm(64): "layer",
+        NemotronLayerNorm1P(64): "layer_plus_one",
         nn.LayerNorm(64): "layer",
         nn.LayerNorm(64, bias=False): "layer",
     }

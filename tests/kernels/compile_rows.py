@@ -28,6 +28,8 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows add longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("layer")))
     yield Case("rows add sandwich longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("rms"), True))
     yield Case("rows add sandwich longest float32", lambda: add_norm(longest // 4, fp32, Norm("rms_plus_one")))
+    most = Norm("layer_plus_one")
+    yield Case("rows add most longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, most, True))
     yield Case("rows add factors longest float32", lambda: with_factors(longest // 4, fp32))
     yield Case("rows post longest bfloat16", lambda: post_norm_quantize(longest // 2, bf16, Norm("layer")))
     yield Case("diffusion gate bfloat16", lambda: modulated(3072, bf16, bf16))

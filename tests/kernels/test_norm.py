@@ -25,7 +25,7 @@ def _kernel_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def vectors_of(kind: str, K: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """The branch's weight, the weight, and a bias for a norm that has one."""
     branch, weight, bias = (torch.randn(K, device=device).to(dtype) for _ in range(3))
-    return branch, weight, bias if kind == "layer" else None
+    return branch, weight, bias if Norm(kind).is_layer else None
 
 
 def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
@@ -34,7 +34,7 @@ def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Te
     if norm.is_layer:
         h = h - h.mean(-1, keepdim=True)
     y = h / (h.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-    y = y * (weight.double() + (norm.kind == "rms_plus_one"))
+    y = y * (weight.double() + (norm.adds_one))
     return y if bias is None else y + bias.double()
 
 
@@ -123,12 +123,12 @@ def test_the_bits_of_the_reference_where_sums_are_exact(kind: str, dtype: torch.
     residual = torch.randint(-7, 8, (6, 256), device=device).to(dtype)
     norm = Norm(kind, 1e-5)
     _, normed = dispatch.add_norm(x, None, None, weight, bias, norm)
-    if kind == "layer":  # PyTorch's multiplies by a scale and adds a shift: rounded elsewhere, in float32
+    if norm.is_layer:  # PyTorch's multiplies by a scale and adds a shift: rounded elsewhere, in float32
         torch.testing.assert_close(normed, norm(x, weight, bias), rtol=torch.finfo(dtype).eps, atol=1e-6)
     else:
         assert torch.equal(normed, norm(x, weight))
     total, _ = dispatch.add_norm(x, residual, branch, None, None, norm)
-    if kind != "layer":
+    if not norm.is_layer:
         assert torch.equal(total, residual + norm(x, branch))
 
 

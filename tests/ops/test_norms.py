@@ -26,7 +26,7 @@ def test_gradients_are_those_of_the_formula(
         return torch.randn(shape, device=device, requires_grad=True)
 
     x, residual = leaf(2, 3, 40), leaf(2, 3, 40) if adds else None
-    vectors = (leaf(40) if branch else None, leaf(*size), leaf(*size) if kind == "layer" else None)
+    vectors = (leaf(40) if branch else None, leaf(*size), leaf(*size) if Norm(kind).is_layer else None)
     leaves = [each for each in (x, residual, *vectors) if each is not None]
     norm = Norm(kind, 1e-3)
     total, normed = norms.add_norm(x, residual, *vectors, norm)
@@ -44,7 +44,7 @@ def test_gradients_behind_a_branch(kind: str, quantizes: bool, device: torch.dev
     x, residual, weight, bias = (
         torch.randn(*s, device=device, requires_grad=True) for s in ((3, 40), (3, 40), (40,), (40,))
     )
-    vectors, norm = (weight, bias if kind == "layer" else None), Norm(kind, 1e-3)
+    vectors, norm = (weight, bias if Norm(kind).is_layer else None), Norm(kind, 1e-3)
     leaves = [x, residual, *(each for each in vectors if each is not None)]
     normed = norms.post_norm_quantize(x, residual, *vectors, norm)[0] if quantizes else None
     normed = norms.post_norm(x, residual, *vectors, norm) if normed is None else normed

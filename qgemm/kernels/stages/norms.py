@@ -38,6 +38,8 @@ def normalize_blocks(blocks, weights, biases, length, offsets, NORM: tl.constexp
         x = blocks[i].to(tl.float32)
         if NORM.is_layer:
             x = x - mean
+            if NORM.adds_one:  # no weight of 0 makes it 0 beyond the row
+                x = tl.where(offsets < length - i * BLOCK, x, 0.0)
         bias = None
         if biases is not None:
             bias = biases[i]
@@ -56,8 +58,10 @@ def _weigh(y, weight, bias, NORM: tl.constexpr, dtype: tl.constexpr):
             y = rounded(y.to(tl.float32) + bias.to(tl.float32), dtype)
         return y
     factor = weight.to(tl.float32)
-    if NORM.kind == "rms_plus_one":
+    if NORM.adds_one:
         factor = 1.0 + factor
+        if NORM.is_layer:
+            factor = rounded(factor, weight.dtype).to(tl.float32)
     y = y * factor
     if bias is not None:
         y = y + bias.to(tl.float32)
