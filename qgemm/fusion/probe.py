@@ -176,7 +176,8 @@ def find_scaled_router(router: Any) -> ScaledRouter | None:
     if norm is None or router.norm._parameters or not isinstance(top_k, int):
         return None
     own = copy.deepcopy(router).to_empty(device="cpu").eval()
-    found = ScaledRouter(own, norm, Routing(top_k, "softmax", True, True))
+    # Its norm, which has no weight, is rounded before the product with the scale.
+    found = ScaledRouter(own, Norm("rms", norm.eps), Routing(top_k, "softmax", True, True))
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
         own.to(dtype)

@@ -22,6 +22,7 @@ from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.routing import Routing
 from qgemm.nn.blocks.attention import Rotation
+from tests.operators import operators
 
 
 class _Norm(nn.Module):
@@ -313,6 +314,7 @@ def test_the_router_of_gemma4() -> None:
     found, x = find_scaled_router(router), torch.randn(6, 32).bfloat16()
     assert found is not None
     assert all(map(torch.equal, found(x), router(x)[1:]))
+    assert operators(found, x)[:3] == ["qgemm.add_norm", "aten.mm", "qgemm.route"]
     assert find_scaled_router(nn.Linear(32, 8)) is None
     router.norm.eps = 0.5
     found = find_scaled_router(router)

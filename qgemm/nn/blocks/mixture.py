@@ -94,7 +94,7 @@ class ScaledRouter:
     """Gemma 4's router: it normalizes and scales rows itself, and has a factor for each expert.
 
     ``routing``: applied to the logits ``proj(norm(x) * scale * scalar_root_size)``; the weights are then multiplied by
-    their experts' ``per_expert_scale``. ``norm`` has no weight.
+    their experts' ``per_expert_scale``. ``norm``: the kind that multiplies by ``scale`` as these steps do.
     """
 
     module: Any
@@ -107,9 +107,8 @@ class ScaledRouter:
         if module._forward_hooks or module.scale.dtype != rows.dtype:
             _, weights, index = module(rows)
             return weights, index
-        x = add_norm(rows, None, None, rows.new_ones(rows.shape[-1]), None, self.norm)[1]
-        logits = module.proj(x * module.scale * module.scalar_root_size)
-        weights, index = route(logits, self.routing)
+        x = add_norm(rows, None, module.scale, None, None, self.norm, factor=module.scalar_root_size)[0]
+        weights, index = route(module.proj(x), self.routing)
         return weights * module.per_expert_scale[index], index
 
 
