@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.operands import FloatOperands
-from qgemm.nn.blocks.steps import NormStep, add_and_read
+from qgemm.nn.blocks.steps import Factors, NormStep, add, add_and_read, multiply_rows
 from tests.operators import Operators
 
 FLOATS: Any = (FloatOperands(None),)  # type: ignore[arg-type]
@@ -37,3 +37,43 @@ def test_a_norm_behind_a_branch_is_no_operator_of_pytorch(following: str | None,
     torch.testing.assert_close(total, wanted)
     assert isinstance(into, Tensor)
     torch.testing.assert_close(into, wanted if ahead is None else ahead.module(wanted))
+
+
+@pytest.mark.parametrize("behind", [None, "rms"])
+@pytest.mark.parametrize("of_total", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("of_vector", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("number", [1.0, 0.22])
+def test_factors(
+    number: float,
+    of_vector: torch.dtype | None,
+    of_total: torch.dtype,
+    behind: str | None,
+    device: torch.device,
+) -> None:
+    """As PyTorch multiplies: by one after the other, before the norm, each product rounded to its dtype."""
+    x, residual = (torch.randn(3, 32, device=device).bfloat16() for _ in range(2))
+    vector = None if of_vector is None else torch.randn(32, device=device).to(of_vector)
+    total = torch.tensor([1.3], device=device).to(of_total)
+    norm = None if behind is None else step(behind, device)
+    if norm is not None:
+        norm.module.bfloat16()
+    with torch.no_grad():
+        found = add(x, residual, norm, Factors(number, vector, total))
+        wanted = x * number if vector is None else x * number * vector
+        wanted = (residual + (wanted if norm is None else norm.module(wanted))) * total
+    assert found.dtype == wanted.dtype
+    if norm is None:
+        assert torch.equal(found, wanted)
+    else:  # PyTorch's norm is rounded once
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+
+
+def test_a_product_of_rows_is_one_operator(device: torch.device) -> None:
+    x, layers = torch.randn(2, 3, 32, device=device).bfloat16(), torch.randn(2, 3, 4, 32, device=device).bfloat16()
+    for shape in ((2, 3, 32), (1, 1, 32), (0, 3, 32)):
+        rows = tuple(slice(size) for size in shape[:2])
+        with torch.no_grad(), Operators() as found:
+            out = multiply_rows(x[rows], layers[:, :, 1][rows])
+        assert found.names == ["qgemm.add_norm"]
+        assert torch.equal(out, x[rows] * layers[:, :, 1][rows])
+    assert multiply_rows(x, layers[:, :, 1].float()).dtype == torch.float32
