@@ -24,7 +24,7 @@ from qgemm.nn.blocks.operands import Operands
 from qgemm.nn.blocks.steps import NormStep, add, read
 from qgemm.nn.experts import QuantExperts
 from qgemm.ops.norms import add_norm
-from qgemm.ops.router import route
+from qgemm.ops.router import route, router_logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +60,7 @@ class RouterStep:
             return self._call(rows)
         assert self.routing is not None
         assert weight is not None
-        if not self.in_float:
-            return route(F.linear(rows, weight, bias), self.routing, self._choice_bias())
-        logits = F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+        logits = router_logits(rows, weight, bias, torch.float32 if self.in_float else rows.dtype)
         weights, index = route(logits, self.routing, self._choice_bias())
         return (weights if self.routing.in_float else weights.to(rows.dtype)), index
 
@@ -108,7 +106,7 @@ class ScaledRouter:
             _, weights, index = module(rows)
             return weights, index
         x = add_norm(rows, None, module.scale, None, None, self.norm, factor=module.scalar_root_size)[0]
-        weights, index = route(module.proj(x), self.routing)
+        weights, index = route(router_logits(x, module.proj.weight, None, x.dtype), self.routing)
         return weights * module.per_expert_scale[index], index
 
 
