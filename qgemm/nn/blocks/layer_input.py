@@ -11,7 +11,6 @@ from torch import Tensor
 
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
-from qgemm.nn.blocks.steps import multiply_rows
 from qgemm.ops.rows import activate
 
 LAYER_INPUT = "per_layer_input"
@@ -44,4 +43,4 @@ class FusedLayerInput:
         into, out_of = operands
         h = into.product(x, dtype)
         h = activate(h, self.activation_name, False) if self.activation_name else self.activation(h)
-        return out_of.product(multiply_rows(h, context[LAYER_INPUT]), dtype, residual)
+        return out_of.product(h * context[LAYER_INPUT], dtype, residual)

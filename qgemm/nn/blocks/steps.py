@@ -133,16 +133,6 @@ def add(x: Tensor, residual: Tensor, out_step: NormStep | None, factors: Factors
     return add_norm(x, residual, weight, None, None, norm, factors.vector, factors.number, total)[0]
 
 
-def multiply_rows(x: Tensor, y: Tensor) -> Tensor:
-    """``x * y``, of one shape ``[..., K]``, in a kernel that overlaps with those before and after it."""
-    if x.dtype != y.dtype or x.shape != y.shape:
-        return x * y
-    rows, K = x.shape[:-1].numel(), x.shape[-1]
-    # Each row is a sample, with a gate of its own.
-    product = add_norm(x.reshape(rows, 1, K), None, None, None, None, NO_NORM, y.reshape(rows, K))[0]
-    return product.view(x.shape)
-
-
 def normalize_and_read(
     x: Tensor, residual: Tensor | None, step: NormStep | None, operands: tuple[Operands, ...]
 ) -> tuple[Tensor, Input]:

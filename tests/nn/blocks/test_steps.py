@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.operands import FloatOperands
-from qgemm.nn.blocks.steps import Factors, NormStep, add, add_and_read, multiply_rows
+from qgemm.nn.blocks.steps import Factors, NormStep, add, add_and_read
 from tests.operators import Operators
 
 FLOATS: Any = (FloatOperands(None),)  # type: ignore[arg-type]
@@ -66,14 +66,3 @@ def test_factors(
         assert torch.equal(found, wanted)
     else:  # PyTorch's norm is rounded once
         torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
-
-
-def test_a_product_of_rows_is_one_operator(device: torch.device) -> None:
-    x, layers = torch.randn(2, 3, 32, device=device).bfloat16(), torch.randn(2, 3, 4, 32, device=device).bfloat16()
-    for shape in ((2, 3, 32), (1, 1, 32), (0, 3, 32)):
-        rows = tuple(slice(size) for size in shape[:2])
-        with torch.no_grad(), Operators() as found:
-            out = multiply_rows(x[rows], layers[:, :, 1][rows])
-        assert found.names == ["qgemm.add_norm"]
-        assert torch.equal(out, x[rows] * layers[:, :, 1][rows])
-    assert multiply_rows(x, layers[:, :, 1].float()).dtype == torch.float32
