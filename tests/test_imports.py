@@ -122,6 +122,8 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.kernels.router": {
         "qgemm.kernels.stages",
         "qgemm.kernels.launch",
+        "qgemm.kernels.checks",
+        "qgemm.kernels.quantize",
         "qgemm.kernels.routing",
         "qgemm.numerics",
     },

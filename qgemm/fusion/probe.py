@@ -66,8 +66,8 @@ def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
     generator = torch.Generator().manual_seed(0)
     for parameter in own.parameters():
         parameter.copy_(normal(parameter.shape, generator))
-    # Small enough to show eps.
-    x = normal((_ROWS, weight.shape[0]), generator).mul_(max(eps, 1e-12) ** 0.5).to(torch.bfloat16)
+    # Small enough to show eps; of three dimensions, of which other norms, such as ``nn.GroupNorm``, read the second.
+    x = normal((2, _ROWS // 2, weight.shape[0]), generator).mul_(max(eps, 1e-12) ** 0.5).to(torch.bfloat16)
     vectors = (own._parameters.get("weight", weight.to(torch.bfloat16)), own._parameters.get("bias"))
 
     def unlike(norm: Norm) -> float:
@@ -176,7 +176,8 @@ def find_scaled_router(router: Any) -> ScaledRouter | None:
     if norm is None or router.norm._parameters or not isinstance(top_k, int):
         return None
     own = copy.deepcopy(router).to_empty(device="cpu").eval()
-    found = ScaledRouter(own, norm, Routing(top_k, "softmax", True, True))
+    # Its norm, which has no weight, is rounded before the product with the scale.
+    found = ScaledRouter(own, Norm("rms", norm.eps), Routing(top_k, "softmax", True, True))
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
         own.to(dtype)

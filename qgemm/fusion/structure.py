@@ -465,10 +465,11 @@ def _layers_of_mlp(module: nn.Module) -> tuple[tuple[tuple[str, ...], str, bool]
 
 def find_norm_step(module: nn.Module) -> NormStep | None:
     """What a separate norm computes, if that takes several kernels: PyTorch's own norms take one."""
-    if not _is_norm(module) or isinstance(module, nn.LayerNorm | nn.RMSNorm):
+    if not _is_norm(module) or type(module) in (nn.LayerNorm, nn.RMSNorm):
         return None
     norm = find_norm(module)
-    return None if norm is None or norm.is_layer else NormStep(module, norm)
+    of_pytorch = isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    return None if norm is None or (of_pytorch and not norm.adds_one) else NormStep(module, norm)
 
 
 def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]) -> tuple[Places, Places]:

@@ -4,6 +4,7 @@ A message names the argument, what came, what was wanted and the way out. The ch
 run under ``torch.compile`` and on fake tensors.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def check_quantize_groups(x: Tensor) -> None:
 
 def check_norm(operation: str, call: NormCall) -> None:
     """Raises if ``operation``, one of those with a norm, doesn't accept ``call``."""
-    x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype = call
+    x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype, factor, total_factor = call
     _check_rows(operation, x)
     if dtype is not None:
         _check_quantized(operation, dtype)
@@ -52,10 +53,15 @@ def check_norm(operation: str, call: NormCall) -> None:
         raise ValueError(f"bias is for the norm 'layer', with a weight; norm is {norm.kind!r}: pass None")
     if gate is not None and branch_weight is not None:
         raise ValueError("gate and branch_weight exclude each other: pass one of them")
+    if factor != 1.0 and gate is not None:
+        raise ValueError(f"factor is {factor} and there is a gate; they exclude each other: multiply the gate by it")
+    if not math.isfinite(factor):
+        raise ValueError(f"factor is {factor}; it must be a finite number")
+    check_form("total_factor", total_factor, (x.dtype,), (1,))
     one, of_samples = x.shape[-1:], torch.Size((x.shape[0], x.shape[-1]))  # for all rows, for those of a sample
     either = (one, of_samples) if x.ndim > 1 else (one,)
     vectors = {"branch_weight": branch_weight, "weight": weight, "bias": bias, "gate": gate}
-    for (name, vector), shapes in zip(vectors.items(), ((one,), either, either, (of_samples,)), strict=True):
+    for (name, vector), shapes in zip(vectors.items(), ((one,), either, either, either), strict=True):
         may_be_float = name == "gate" or (norm.is_layer and name != "branch_weight")
         dtypes = (x.dtype, torch.float32) if may_be_float and x.dtype != torch.float32 else (x.dtype,)
         if vector is not None and (vector.dtype not in dtypes or vector.shape not in shapes):
@@ -64,7 +70,7 @@ def check_norm(operation: str, call: NormCall) -> None:
     if bias is not None and weight is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
         given = (f"{name} {each.dtype} {list(each.shape)}" for name, each in (("bias is", bias), ("weight", weight)))
         raise ValueError(f"{' and '.join(given)}: they must be alike")
-    check_same_device(x=x, residual=residual, **vectors)
+    check_same_device(x=x, residual=residual, total_factor=total_factor, **vectors)
     _check_static_scale("input_scale", input_scale, x)
 
 

@@ -62,28 +62,33 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 @without_grad
 def norm_rows(call: NormCall, total: bool = False, normed: bool = False) -> NormOutputs:
     """The functions of ``dispatch`` with a norm on the CPU: the floats that are wanted, and rows of ``call.dtype``."""
-    x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype = call
+    x, residual, weight, bias, norm, dtype = call.x, call.residual, call.weight, call.bias, call.norm, call.dtype
     if weight is not None and weight.ndim == 2 and weight.numel():
         samples = [norm_rows(_of_sample(call, b), total, normed) for b in range(weight.shape[0])]
         made: Any = zip(*samples, strict=True)
         return tuple(None if each[0] is None else torch.cat(each) for each in made)  # type: ignore[return-value]
 
+    by_sample = call.gate is not None and call.gate.ndim == 2
+
     def values(x: Tensor, residual: Tensor | None, total: Tensor | None, normed: Tensor | None) -> Tensor:
-        out = x if branch_weight is None else norm(x, branch_weight)
+        out = x if call.branch_weight is None else norm(x, call.branch_weight)
+        out = out if call.gate is None or by_sample else out * call.gate
+        out = out if call.factor == 1.0 else out * call.factor
         if residual is not None:
             out = torch.add(residual, out, out=total)
         elif total is not None:
             out = total.copy_(out)
         out = out.to(call.x.dtype)  # that of a gate may be another
+        out = out if call.total_factor is None else torch.mul(out, call.total_factor, out=total)
         out = out if weight is None else norm(out, weight, bias)
         return out if normed is None else normed.copy_(out)
 
     totals = x.new_empty(x.shape) if total else None
     out = x.new_empty(x.shape) if normed else None
-    x = x if gate is None else x * of_samples(gate, x)
+    x = x * of_samples(call.gate, x) if by_sample else x  # type: ignore[arg-type]
     tensors = x, residual, totals, out
     if dtype is not None:
-        return totals, out, *_quantize(values, tensors, x.shape[-1], input_scale, dtype=dtype)
+        return totals, out, *_quantize(values, tensors, x.shape[-1], call.input_scale, dtype=dtype)
     for block in _blocks(tensors):
         values(*block)
     return totals, out, None, None
@@ -92,7 +97,7 @@ def norm_rows(call: NormCall, total: bool = False, normed: bool = False) -> Norm
 def _of_sample(call: NormCall, sample: int) -> NormCall:
     """``call`` for one sample, whose weight and bias are those of all its rows."""
     one = slice(sample, sample + 1)
-    residual, gate = (each if each is None else each[one] for each in (call.residual, call.gate))
+    residual, gate = (each if each is None or each.ndim == 1 else each[one] for each in (call.residual, call.gate))
     weight, bias = (each if each is None else each[sample] for each in (call.weight, call.bias))
     return call._replace(x=call.x[one], residual=residual, gate=gate, weight=weight, bias=bias)
 

@@ -91,16 +91,19 @@ def add_norm_quantize(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
     gate: Tensor | None = None,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(total, q, row_scale)``: ``total = residual + x``, then ``norm(total, weight, bias)`` quantized, in one kernel.
 
     ``x``, ``residual``: ``[..., K]``, of one dtype, to which ``total`` is rounded before its norm. ``branch_weight``:
     for models with another norm after the branch, like Gemma 2: ``total = residual + norm(x, branch_weight)``.
-    ``gate``: for diffusion models, ``[B, K]`` for ``x [B, ..., K]``: ``total = residual + round(gate * x)``; if it is
-    float32, the product isn't rounded to 16 bits.
+    ``gate``: for diffusion models and learned scales of branches, ``[B, K]`` for ``x [B, ..., K]``, or ``[K]``:
+    ``total = residual + round(gate * x)``; if it is float32, the product isn't rounded to 16 bits.
+    ``factor``: for models like Granite, a number that multiplies what is added: ``total = residual + round(factor *
+    x)``, behind the branch's norm and beside no gate.
     ``weight``: None if ``total`` itself goes into the layers, as in OLMo 2. The rest is as in ``norm_quantize``.
     """
-    call = NormCall(x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype)
+    call = NormCall(x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype, factor)
     checks.check_norm("add_norm_quantize", call)
     total, _, q, row_scale = _backend(x).norm_rows(call, total=True)
     return total, q, row_scale
@@ -114,13 +117,16 @@ def add_norm(
     bias: Tensor | None,
     norm: Norm,
     gate: Tensor | None = None,
+    factor: float = 1.0,
+    total_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(total, norm(total, weight, bias))`` as floats, in one kernel, for consumers that don't quantize them.
 
-    Arguments as in ``add_norm_quantize``. Without ``residual``, nothing is added; without ``branch_weight`` and
-    ``gate`` as well, ``total`` is ``x``. Without ``weight``, the second result is ``total``.
+    Arguments as in ``add_norm_quantize``. ``total_factor``: for models like Gemma 4, ``[1]``, of the dtype of ``x``:
+    ``total`` is rounded, multiplied by it and rounded again. Without ``residual``, nothing is added; without anything
+    that changes it, ``total`` is ``x``. Without ``weight``, the second result is ``total``.
     """
-    call = NormCall(x, residual, branch_weight, gate, weight, bias, norm)
+    call = NormCall(x, residual, branch_weight, gate, weight, bias, norm, factor=factor, total_factor=total_factor)
     checks.check_norm("add_norm", call)
     total, normed, _, _ = _backend(x).norm_rows(call, total=call.adds, normed=weight is not None)
     total = x if total is None else total

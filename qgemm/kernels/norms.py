@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-NORMS = ("rms", "rms_once", "rms_plus_one", "layer")
-"""The kinds of norms that modules compute; see ``Norm``."""
+NORMS_OF_HEADS = ("rms", "rms_once", "rms_plus_one", "layer")
+"""The kinds of norms that operators for queries and keys compute; see ``Norm``."""
+NORMS = (*NORMS_OF_HEADS, "layer_plus_one")
+"""The kinds of norms that modules compute."""
 MODULATED = "layer_by_steps"
 """The kind of diffusion models' norms, whose weight and bias come from the time step."""
 
@@ -26,10 +28,11 @@ class Norm:
     - ``"rms_once"``: ``round(y * weight)``, as in OLMo 2, GPT-OSS, Gemma 4.
     - ``"rms_plus_one"``: ``round(y * (1 + weight))``, as in Gemma 1 to 3.
     - ``"layer"``: ``nn.LayerNorm``: ``round((x - mean) / sqrt(var + eps) * weight + bias)``; Cohere's has no bias.
-    - ``"layer_by_steps"``: the same, as ``round(round(round(...) * weight) + bias)``: diffusion models compute
-      ``norm(x) * (1 + scale) + shift`` as three operators. Operators for queries and keys don't have it.
+    - ``"layer_plus_one"``: the same with ``round(1 + weight)`` as its weight, as in Nemotron.
+    - ``"layer_by_steps"``: ``nn.LayerNorm``'s, as ``round(round(round(...) * weight) + bias)``: diffusion models
+      compute ``norm(x) * (1 + scale) + shift`` as three operators.
 
-    ``weight``, ``bias``: of the dtype of ``x``; those of both layer norms may be float32, as in Wan, and then the norm
+    ``weight``, ``bias``: of the dtype of ``x``; those of layer norms may be float32, as in Wan, and then the norm
     is rounded once, at its end. They are ``[K]``, or ``[B, K]`` with a row for each sample of ``x [B, ..., K]``, as
     diffusion models compute from the time step.
     ``eps``: a number, at least 0. Raises ``ValueError`` for other values.
@@ -48,12 +51,19 @@ class Norm:
     @property
     def is_layer(self) -> bool:
         """Whether it subtracts the mean, and may have a bias."""
-        return self.kind in ("layer", MODULATED)
+        return self.kind in ("layer", "layer_plus_one", MODULATED)
+
+    @property
+    def adds_one(self) -> bool:
+        """Whether 1 is added to its weight."""
+        return self.kind.endswith("_plus_one")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The norm of the rows of ``x [..., K]``, in its dtype. ``weight``, ``bias``: ``[K]`` or ``[B, K]``."""
         if weight.ndim == 2:
             weight, bias = of_samples(weight, x), None if bias is None else of_samples(bias, x)
+        if self.is_layer and self.adds_one:
+            weight = weight + 1.0
         if self.kind == MODULATED:
             y = x.to(weight.dtype)
             y = F.layer_norm(y, x.shape[-1:], None, None, self.eps).to(y.dtype) if x.numel() else y
@@ -77,7 +87,8 @@ class Norm:
 class NormCall(NamedTuple):
     """What a function of ``dispatch`` with a norm gets, which says what it is; None for what the function doesn't have.
 
-    ``dtype``: that of quantized rows; None if there are none.
+    ``dtype``: that of quantized rows; None if there are none. ``factor``: of the branch; ``total_factor``: of the
+    total, one value. Each product is rounded to the dtype of ``x``.
     """
 
     x: Tensor
@@ -89,11 +100,22 @@ class NormCall(NamedTuple):
     norm: Norm
     input_scale: Tensor | None = None
     dtype: torch.dtype | None = None
+    factor: float = 1.0
+    total_factor: Tensor | None = None
 
     @property
     def adds(self) -> bool:
         """Whether there is a total that isn't ``x`` itself."""
-        return self.residual is not None or self.branch_weight is not None or self.gate is not None
+        parts = self.residual, self.branch_weight, self.gate, self.total_factor
+        return self.factor != 1.0 or any(each is not None for each in parts)
+
+    def total(self) -> Tensor:
+        """The total, in plain PyTorch: the specification."""
+        out = self.x if self.branch_weight is None else self.norm(self.x, self.branch_weight)
+        out = out if self.gate is None else out * of_samples(self.gate, self.x)
+        out = out if self.factor == 1.0 else out * self.factor
+        out = (out if self.residual is None else self.residual + out).to(self.x.dtype)
+        return out if self.total_factor is None else out * self.total_factor
 
 
 NormOutputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -101,5 +123,10 @@ NormOutputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def of_samples(vectors: Tensor, x: Tensor) -> Tensor:
-    """``vectors [B, K]`` with the dimensions of ``x [B, ..., K]``, with 1 between the first and the last."""
+    """``vectors [B, K]`` with the dimensions of ``x [B, ..., K]``, with 1 between the first and the last.
+
+    ``[K]`` stay as they are.
+    """
+    if vectors.ndim == 1:
+        return vectors
     return vectors.reshape(vectors.shape[0], *(1,) * (x.ndim - 2), vectors.shape[1])

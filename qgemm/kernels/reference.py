@@ -33,7 +33,7 @@ from torch import Tensor
 
 from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
-from qgemm.kernels.norms import Norm, of_samples
+from qgemm.kernels.norms import Norm, NormCall
 from qgemm.kernels.scaled_weight import ScaledWeight
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT4, INT8, OPERANDS
@@ -126,13 +126,14 @@ def add_norm_quantize_reference(
     input_scale: Tensor | None = None,
     dtype: torch.dtype = INT8.storage,
     gate: Tensor | None = None,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(total, q, row_scale)``: ``total = round(residual + x)``, and ``norm(total, weight, bias)``, quantized.
 
     With ``branch_weight``, ``norm(x, branch_weight)`` replaces ``x``; with ``gate``, ``round(gate * x)`` does, to the
-    gate's dtype. Without ``weight``, ``total`` itself is quantized.
+    gate's dtype; then ``round(factor * x)`` does. Without ``weight``, ``total`` itself is quantized.
     """
-    total, normed = add_norm_reference(x, residual, branch_weight, weight, bias, norm, gate)
+    total, normed = add_norm_reference(x, residual, branch_weight, weight, bias, norm, gate, factor)
     return total, *quantize_rows_reference(normed, input_scale, dtype=dtype)
 
 
@@ -144,15 +145,16 @@ def add_norm_reference(
     bias: Tensor | None,
     norm: Norm,
     gate: Tensor | None = None,
+    factor: float = 1.0,
+    total_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(total, norm(total, weight, bias))``, with ``total`` as in ``add_norm_quantize_reference``.
 
-    Without ``residual``, nothing is added. Without ``weight``, the second result is ``total``, too.
+    It is then ``round(total_factor * total)``. Without ``residual``, nothing is added. Without ``weight``, the second
+    result is ``total``, too.
     """
-    branch = x if branch_weight is None else norm(x, branch_weight)
-    branch = branch if gate is None else branch * of_samples(gate, x)
-    total = branch if residual is None else residual + branch
-    total = total.to(x.dtype)
+    call = NormCall(x, residual, branch_weight, gate, weight, bias, norm, factor=factor, total_factor=total_factor)
+    total = call.total()
     return total, total if weight is None else norm(total, weight, bias)
 
 

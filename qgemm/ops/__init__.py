@@ -9,7 +9,7 @@ Every file that declares operators is imported here:
   ``multiply``.
 - ``float_weight``: the float weight that their gradients need.
 - ``experts``: ``quant_experts``, ``weight_only_experts``.
-- ``router``: ``route``.
+- ``router``: ``route``, ``router_logits``.
 - ``attention``: ``decode_attention``, ``paged_attention``, ``store_in_pages``.
 - ``sampling``: ``choose_tokens``.
 - ``rotary``: ``rotate``, ``rotate_and_store``, ``store_key_value``, ``rotary_angles``.

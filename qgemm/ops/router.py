@@ -1,4 +1,6 @@
-"""``torch.ops.qgemm.route``: the experts of each token, and their weights.
+"""``torch.ops.qgemm.route``: the experts of each token, and their weights; ``router_logits``: the product before it.
+
+``router_logits(x, weight, bias, dtype) -> logits`` has the gradients of PyTorch's product.
 
 ``route(logits, bias, top_k, kind, normalized, in_float, scale, floor, groups, kept_groups, offset, rounded, margin) ->
 (weights, index)``. ``dispatch.route`` documents the arguments; those from ``top_k`` on are the fields of a ``Routing``.
@@ -13,9 +15,12 @@ from torch import Tensor
 
 from qgemm.kernels import dispatch
 from qgemm.kernels.moe.checks import check_route
+from qgemm.kernels.router import dispatch as product
+from qgemm.kernels.router.config import is_for_few
+from qgemm.kernels.router.reference import router_logits_reference
 from qgemm.kernels.routing import Routing
 from qgemm.ops.declare import gradients_through, operator
-from qgemm.ops.direct import seen_by_others
+from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -25,6 +30,29 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         out = torch.ops.qgemm.route(logits, bias, *astuple(routing))
     else:
         out = dispatch.route(logits, routing, bias)
+    return out
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``torch.ops.qgemm.router_logits`` for few tokens on a GPU, where it is one launch; else PyTorch's product."""
+    if not x.is_cuda or not is_for_few(x, weight):
+        return router_logits_reference(x, weight, bias, dtype)
+    what, tensors = ("router_logits", dtype), (x, weight, bias)
+    recalled = recall_launch(what, tensors)
+    if recalled is not None:
+        return recalled[0]
+    out: Tensor
+    if seen_by_others(*tensors):
+        out = torch.ops.qgemm.router_logits(*tensors, dtype)
+        return out
+    out = product.router_logits(*tensors, dtype)
+
+    def launched() -> Any:
+        from qgemm.kernels.router import launcher
+
+        return launcher.find_logits_launch(x, weight, bias, out)
+
+    remember_launch(what, tensors, (out,), launched)
     return out
 
 
@@ -62,4 +90,36 @@ operator(
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
+)
+
+
+def _logits_fake(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    product.check_router_logits(x, weight, bias, dtype)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+def _logits_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *operands, ctx.dtype = inputs
+    ctx.save_for_backward(*operands)
+
+
+def _logits_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> list[Tensor | None]:
+    saved = ctx.saved_tensors
+    sources = {at: saved[at] for at, want in enumerate(wanted) if want}
+
+    def compute(*values: Tensor) -> tuple[Tensor]:
+        given = dict(zip(sources, values, strict=True))
+        x, weight, bias = (given.get(at, each) for at, each in enumerate(saved))
+        return (router_logits_reference(x, weight, bias, ctx.dtype),)
+
+    found = dict(zip(sources, gradients_through(compute, list(sources.values()), [grad]), strict=True))
+    return [found.get(at) for at in range(len(wanted))]
+
+
+operator(
+    "router_logits(Tensor x, Tensor weight, Tensor? bias, ScalarType dtype) -> Tensor",
+    compute=product.router_logits,
+    fake=_logits_fake,
+    setup_context=_logits_setup,
+    backward=_logits_backward,
 )

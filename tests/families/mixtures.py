@@ -67,7 +67,12 @@ MIXTURES: dict[str, Callable[[], Example]] = {
         "OlmoeForCausalLM", **{**_TEXT, "pad_token_id": 0}, **_TOP_2, intermediate_size=64, num_experts=8
     ),
     "granitemoe": language_model(
-        "GraniteMoeForCausalLM", **{**_TEXT, "pad_token_id": 0}, **_TOP_2, intermediate_size=64, num_local_experts=8
+        "GraniteMoeForCausalLM",
+        **{**_TEXT, "pad_token_id": 0},
+        **_TOP_2,
+        intermediate_size=64,
+        num_local_experts=8,
+        residual_multiplier=0.22,
     ),
     "phimoe": language_model("PhimoeForCausalLM", **_TEXT, **_TOP_2, intermediate_size=96, num_local_experts=4),
     "minimax_m2": language_model(

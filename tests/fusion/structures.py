@@ -38,7 +38,7 @@ def _text(name: str, **settings: Any) -> Callable[[], Example]:
 
 STRUCTURES: dict[str, Callable[[], Example]] = {
     "gemma": _text("GemmaForCausalLM", head_dim=16),
-    "granite": _text("GraniteForCausalLM", residual_multiplier=0.5, attention_multiplier=0.2),
+    "granite": _text("GraniteForCausalLM", residual_multiplier=0.22, attention_multiplier=0.2),
     # Latent attention, and branches with a scale.
     "minicpm3": _text(
         "MiniCPM3ForCausalLM", **{"num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 2}, **LATENT
@@ -111,7 +111,7 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
         num_local_experts=4,
         num_experts_per_tok=2,
         shared_intermediate_size=32,
-        residual_multiplier=0.5,
+        residual_multiplier=0.22,
         mamba_n_heads=8,
         mamba_d_head=16,
         mamba_d_state=8,

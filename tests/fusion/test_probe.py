@@ -22,6 +22,7 @@ from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.routing import Routing
 from qgemm.nn.blocks.attention import Rotation
+from tests.operators import operators
 
 
 class _Norm(nn.Module):
@@ -39,10 +40,16 @@ def test_each_norm_is_found(kind: str, eps: float) -> None:
     assert find_norm(_Norm(Norm(kind, eps))) == Norm(kind, eps)
 
 
+def test_a_norm_of_channels_is_none_of_them() -> None:
+    """It has the bits of a layer norm for rows alone."""
+    assert find_norm(nn.GroupNorm(1, 64)) is None
+
+
 def test_norms_of_models() -> None:
     from transformers.models.cohere.modeling_cohere import CohereLayerNorm
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
     norms: dict[Any, str] = {
@@ -50,6 +57,7 @@ def test_norms_of_models() -> None:
         Olmo2RMSNorm(64): "rms_once",
         GemmaRMSNorm(64): "rms_plus_one",
         CohereLayerNorm(64): "layer",
+        NemotronLayerNorm1P(64): "layer_plus_one",
         nn.LayerNorm(64): "layer",
         nn.LayerNorm(64, bias=False): "layer",
     }
@@ -306,6 +314,7 @@ def test_the_router_of_gemma4() -> None:
     found, x = find_scaled_router(router), torch.randn(6, 32).bfloat16()
     assert found is not None
     assert all(map(torch.equal, found(x), router(x)[1:]))
+    assert operators(found, x)[:3] == ["qgemm.add_norm", "aten.mm", "qgemm.route"]
     assert find_scaled_router(nn.Linear(32, 8)) is None
     router.norm.eps = 0.5
     found = find_scaled_router(router)

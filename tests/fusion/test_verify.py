@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from qgemm import QuantLinear, fuse, fusion_report
 from qgemm.fusion.siblings import SiblingWatch
-from qgemm.fusion.verify import MAX_ERROR, random_values, record_calls, relative_error
+from qgemm.fusion.structure import arguments_of, find_candidates
+from qgemm.fusion.verify import MAX_ERROR, called_again, error_of, random_values, record_calls, relative_error
+from qgemm.kernels.norms import Norm
 from tests.fusion.test_fuse import BOTH, MIXTURE, fused_parts, quantized
 
 
@@ -53,6 +56,40 @@ def test_another_scale_is_refused(
     whole = MIXTURE if family == "mixtral" else BOTH
     assert fused_parts(model) == (whole, *([()] if part == "" else []), left)
     assert torch.equal(example.output(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [
+        ("granite", lambda fused: replace(fused, multiplier=1.0)),
+        ("granite", lambda fused: replace(fused, multiplier=0.221)),
+        ("gemma4", lambda fused: replace(fused, scale=None)),
+        ("nemotron", lambda fused: with_norms(fused, "layer")),
+    ],
+    ids=["no factor", "another factor", "no scale of the layer", "another norm"],
+)
+def test_what_a_layer_multiplies_by_is_seen(family: str, wrong: Callable[[Any], Any], dtype: torch.dtype) -> None:
+    """Also in a new model, where a layer's scale is 1 and norms' weights are alike."""
+    example = quantized(family)
+    model: Any = example.model.eval().to(dtype)
+    layer = model.model.layers[1]
+    with record_calls([layer], SiblingWatch({})) as calls:
+        example.output()
+    with random_values(layer):
+        call = called_again(layer, calls[layer], arguments_of(layer))
+        candidates = find_candidates(layer, call).fused
+        assert min(error_of(each, call) for each in candidates) == 0
+        assert all(error_of(wrong(each), call) > MAX_ERROR for each in candidates)
+
+
+def with_norms(fused: Any, kind: str) -> Any:
+    """``fused`` with norms of another ``kind``."""
+
+    def other(step: Any) -> Any:
+        return replace(step, norm=replace(step.norm, norm=Norm(kind, step.norm.norm.eps)))
+
+    return replace(fused, steps=tuple(map(other, fused.steps)))
 
 
 def test_a_scale_counts_for_more_than_roundings() -> None:

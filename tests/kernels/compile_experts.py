@@ -84,7 +84,15 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
     yield Case("experts routed near", lambda: route(128, Routing(2, "sparsemixer", margin=0.02)), only=ROUTED)
     rounds = Routing(4, "sigmoid", offset=1e-6, rounded=True)
     yield Case("experts routed in steps", lambda: route(64, rounds, bias=True), only=ROUTED)
+    logits = ("_router_logits_kernel",)
+    yield Case("experts logits bfloat16", lambda: product(1, 128, 2048, bf16, bf16), only=logits)
+    yield Case("experts logits longest float32", lambda: product(16, 256, 8192, bf16, torch.float32, True), only=logits)
     yield Case("experts routed by groups", lambda: route(256, groups, bias=True), only=ROUTED)
+
+
+def product(T: int, E: int, K: int, dtype: torch.dtype, to: torch.dtype, bias: bool = False) -> None:
+    x, weight = torch.empty(T, K, dtype=dtype, device=META), torch.empty(E, K, dtype=to, device=META)
+    router.router_logits(x, weight, torch.empty(E, dtype=to, device=META) if bias else None, to)
 
 
 def route(E: int, routing: Routing, bias: bool = False) -> None:

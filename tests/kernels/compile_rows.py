@@ -28,6 +28,9 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows add longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("layer")))
     yield Case("rows add sandwich longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("rms"), True))
     yield Case("rows add sandwich longest float32", lambda: add_norm(longest // 4, fp32, Norm("rms_plus_one")))
+    most = Norm("layer_plus_one")
+    yield Case("rows add most longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, most, True))
+    yield Case("rows add factors longest float32", lambda: with_factors(longest // 4, fp32))
     yield Case("rows post longest bfloat16", lambda: post_norm_quantize(longest // 2, bf16, Norm("layer")))
     yield Case("diffusion gate bfloat16", lambda: modulated(3072, bf16, bf16))
     yield Case("diffusion vectors float32", lambda: modulated(5120, bf16, fp32))
@@ -40,6 +43,7 @@ def row_cases() -> Iterator[Case]:
         yield Case(f"rows sum {name} {K} add", lambda d=dtype, k=K: add_norm_quantize(k, d, Norm("rms"), True))
         yield Case(f"rows sum {name} {K} post", lambda d=dtype, k=K: post_norm_quantize(k, d, Norm("rms")))
         yield Case(f"rows sum {name} {K} floats", lambda d=dtype, k=K: add_norm(k, d, Norm("rms")))
+        yield Case(f"rows sum {name} {K} factors", lambda d=dtype, k=K: with_factors(k, d))
     # Triton makes a constant of a length of 1.
     yield Case("one value norm", lambda: norm(1, bf16, Norm("layer")))
     yield Case("one value activation", lambda: activation(1, bf16, "silu", True))
@@ -107,6 +111,11 @@ def post_norm_quantize(K: int, dtype: torch.dtype, kind: Norm) -> None:
 
 def add_norm(K: int, dtype: torch.dtype, kind: Norm) -> None:
     norms.norm_rows(sum_of(K, dtype, kind, True)._replace(dtype=None), total=True, normed=True)
+
+
+def with_factors(K: int, dtype: torch.dtype) -> None:
+    call = sum_of(K, dtype, Norm("rms_once"), True)
+    norms.norm_rows(call._replace(factor=0.22, total_factor=vector(1, dtype)), total=True)
 
 
 def sum_of(K: int, dtype: torch.dtype, kind: Norm, sandwich: bool) -> NormCall:

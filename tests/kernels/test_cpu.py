@@ -256,6 +256,8 @@ def made_rows(x: Tensor, residual: Tensor, weight: Tensor) -> list[tuple[Callabl
         (dispatch.add_norm_quantize, (x, residual, weight, None, None, rms, scale)),
         (dispatch.add_norm_quantize, (x, residual, weight, weight, weight, layer)),
         (dispatch.add_norm, (x, residual, None, weight, None, rms)),
+        (dispatch.add_norm, (x, residual, weight, weight, None, rms, None, 0.22, weight.new_full((1,), 1.7))),
+        (dispatch.add_norm, (x, residual, None, weight, None, rms, weight)),
         (dispatch.add_norm, (x, None, weight, weight, None, rms)),
         (dispatch.add_norm, (x, None, None, weight, weight, layer)),
         (dispatch.add_norm, (x, residual, weight, None, None, layer)),

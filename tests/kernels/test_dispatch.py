@@ -130,7 +130,20 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: dispatch.add_norm(ones(3, 4, dtype=F32), None, None, None, None, Norm(), ones(2, 4, dtype=F32)),
         ValueError,
-        "gate is torch.float32 [2, 4]; it must be torch.float32 [3, 4], as x is",
+        "gate is torch.float32 [2, 4]; it must be torch.float32 [4] or [3, 4], as x is",
+    ),
+    (
+        lambda: add_norm_quantize(branch_weight=None, gate=ones(4, dtype=BF16), factor=0.5),
+        ValueError,
+        "factor is 0.5 and there is a gate; they exclude each other",
+    ),
+    (lambda: add_norm_quantize(factor=float("nan")), ValueError, "factor is nan; it must be a finite number"),
+    (
+        lambda: dispatch.add_norm(
+            ones(3, 4, dtype=F32), None, None, None, None, Norm(), total_factor=ones(4, dtype=F32)
+        ),
+        ValueError,
+        "total_factor is torch.float32 [4]; it must be torch.float32 [1]",
     ),
     (
         lambda: add_norm_quantize(norm=Norm("layer"), weight=ones(4, dtype=F64)),

@@ -14,6 +14,7 @@ from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.ops import norms, rotary
 from qgemm.ops.linear import multiply
+from qgemm.ops.router import router_logits
 from qgemm.ops.rows import activate, activation_quantize
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -84,6 +85,9 @@ def calls(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Tenso
         ),
         "add_norm": lambda x, r: norms.add_norm(x, r, None, weight, None, norm),
         "add_norm branch": lambda x, r: norms.add_norm(x, r, weight, None, None, norm)[0],
+        "add_norm factors": lambda x, r: norms.add_norm(x, r, None, None, None, norm, None, 0.5, bias[:1])[0],
+        "add_norm_quantize factor": lambda x, r: norms.add_norm_quantize(x, r, None, weight, None, norm, factor=0.5),
+        "router_logits": lambda x, r: router_logits(x[0], r[0], bias[:5], torch.float32),
         "add_norm alone": lambda x, r: norms.add_norm(x, None, None, weight, bias, layer)[1],
         "activate": lambda x, r: activate(x, "gelu_tanh", True),
         "post_norm": lambda x, r: norms.post_norm(x, r, weight, bias, layer),

@@ -25,7 +25,7 @@ def _kernel_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def vectors_of(kind: str, K: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """The branch's weight, the weight, and a bias for a norm that has one."""
     branch, weight, bias = (torch.randn(K, device=device).to(dtype) for _ in range(3))
-    return branch, weight, bias if kind == "layer" else None
+    return branch, weight, bias if Norm(kind).is_layer else None
 
 
 def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
@@ -34,7 +34,7 @@ def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Te
     if norm.is_layer:
         h = h - h.mean(-1, keepdim=True)
     y = h / (h.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-    y = y * (weight.double() + (norm.kind == "rms_plus_one"))
+    y = y * (weight.double() + (norm.adds_one))
     return y if bias is None else y + bias.double()
 
 
@@ -123,12 +123,12 @@ def test_the_bits_of_the_reference_where_sums_are_exact(kind: str, dtype: torch.
     residual = torch.randint(-7, 8, (6, 256), device=device).to(dtype)
     norm = Norm(kind, 1e-5)
     _, normed = dispatch.add_norm(x, None, None, weight, bias, norm)
-    if kind == "layer":  # PyTorch's multiplies by a scale and adds a shift: rounded elsewhere, in float32
+    if norm.is_layer:  # PyTorch's multiplies by a scale and adds a shift: rounded elsewhere, in float32
         torch.testing.assert_close(normed, norm(x, weight, bias), rtol=torch.finfo(dtype).eps, atol=1e-6)
     else:
         assert torch.equal(normed, norm(x, weight))
     total, _ = dispatch.add_norm(x, residual, branch, None, None, norm)
-    if kind != "layer":
+    if not norm.is_layer:
         assert torch.equal(total, residual + norm(x, branch))
 
 
@@ -260,6 +260,49 @@ def test_float32_vectors_are_not_rounded(
     one = add_norm(x[:1], residual[:1], gate[:1], weight[0], bias[0])
     assert all(same(*pair) for pair in zip(one, (total[:1], normed[:1]), strict=True)) or limit == 100
     assert torch.equal(add_norm(x, None, gate, None, None)[0], (x * gate[:, None]).bfloat16())
+
+
+@DTYPES
+@pytest.mark.parametrize("limit", [2**15, 100])  # held by a program; longer than that
+def test_numbers_multiply_what_is_added_and_the_total(
+    limit: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_launch, "MAX_ROW_BYTES", limit)
+    monkeypatch.setattr(norm_launch, "plans", PlanCache())
+    x, residual = (torch.randn(3, 5, 70, device=device).to(dtype) for _ in range(2))
+    branch, weight = (torch.randn(70, device=device).to(dtype) for _ in range(2))
+    # Neither is a number of 16 bits: 0.22 isn't rounded before the product, 1.7 is a value of the tensor's dtype.
+    norm, factor, of_total = Norm("rms", 1e-5), 0.22, torch.tensor([1.7], device=device).to(dtype)
+    total, normed = dispatch.add_norm(x, residual, None, weight, None, norm, factor=factor, total_factor=of_total)
+    assert same(total, (residual + x * factor) * of_total)
+    assert same(normed, dispatch.add_norm(total, None, None, weight, None, norm)[1])
+    exact = (residual.double() + x.double() * factor) * of_total.double()
+    torch.testing.assert_close(total.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    assert same(dispatch.add_norm(x, residual, None, None, None, norm, factor=factor)[0], residual + x * factor)
+    assert same(dispatch.add_norm(x, None, None, None, None, norm, total_factor=of_total)[0], x * of_total)
+    assert same(dispatch.add_norm(x, None, None, None, None, norm, factor=factor)[0], x * factor)
+    # Behind a norm.
+    of_branch = dispatch.add_norm(x, None, branch, None, None, norm)[0]
+    behind, normed = dispatch.add_norm(x, residual, branch, weight, None, norm, factor=factor)
+    assert same(behind, residual + of_branch * factor)
+    total, *rows = dispatch.add_norm_quantize(x, residual, branch, weight, None, norm, factor=factor)
+    assert all(map(same, (total, *rows), (behind, *quantize_rows_reference(normed))))
+
+
+@pytest.mark.parametrize("limit", [2**15, 100])  # held by a program; longer than that
+@pytest.mark.parametrize("of_gate", [torch.bfloat16, torch.float32])
+def test_one_gate_for_all_samples(
+    of_gate: torch.dtype, limit: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_launch, "MAX_ROW_BYTES", limit)
+    monkeypatch.setattr(norm_launch, "plans", PlanCache())
+    x, residual = (torch.randn(3, 5, 70, device=device).bfloat16() for _ in range(2))
+    gate, weight = torch.randn(70, device=device).to(of_gate), torch.randn(3, 70, device=device).bfloat16()
+    for vector in (None, weight[0], weight):
+        total, normed = dispatch.add_norm(x, residual, None, vector, None, Norm(), gate)
+        wanted = dispatch.add_norm(x, residual, None, vector, None, Norm(), gate.expand(3, 70))
+        assert all(map(same, (total, normed), wanted))
+    assert same(total, (residual + x * gate).bfloat16())
 
 
 def test_what_is_not_asked_for_is_not_made(device: torch.device) -> None:

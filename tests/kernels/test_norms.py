@@ -31,6 +31,7 @@ MODULES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "rms": lambda x, weight, eps: weight * normalized(x, eps).to(x.dtype),  # LlamaRMSNorm
     "rms_once": lambda x, weight, eps: (weight * normalized(x, eps)).to(x.dtype),  # Olmo2RMSNorm, GptOssRMSNorm
     "rms_plus_one": lambda x, weight, eps: (normalized(x, eps) * (1.0 + weight.float())).type_as(x),  # GemmaRMSNorm
+    "layer_plus_one": lambda x, weight, eps: F.layer_norm(x, x.shape[-1:], weight + 1.0, None, eps),  # Nemotron
     "layer": lambda x, weight, eps: F.layer_norm(x, x.shape[-1:], weight, None, eps),
 }
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from qgemm.kernels import Routing, route
 from qgemm.kernels.router import launcher
+from qgemm.kernels.router.config import MAX_FEW_TOKENS
+from qgemm.kernels.router.dispatch import check_router_logits
+from qgemm.kernels.router.reference import router_logits_reference
 
 KINDS = (
     Routing(8, "softmax", True),  # Qwen3-MoE
@@ -190,3 +193,84 @@ def test_arguments() -> None:
         route(torch.zeros(2, 8), Routing(2, "softmax_of_top_k"), torch.zeros(8))
     with pytest.raises(ValueError, match="top_k is 0"):
         Routing(0)
+
+
+def operands(
+    T: int, E: int, K: int, dtype: torch.dtype, of_weight: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, bias = torch.randn(T, K), torch.randn(E, K) / K**0.5, torch.randn(E)
+    return x.to(device, dtype), weight.to(device, of_weight), bias.to(device, of_weight)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("T", "E", "K", "dtype", "of_weight", "to"),
+    [
+        (1, 8, 512, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (5, 8, 2880, torch.bfloat16, torch.bfloat16, torch.bfloat16),  # GPT-OSS's K; a token alone
+        (3, 5, 53, torch.float16, torch.float16, torch.float16),
+        (2, 3, 1, torch.bfloat16, torch.bfloat16, torch.float32),  # Triton makes a constant of a length of 1
+        (4, 6, 1030, torch.bfloat16, torch.bfloat16, torch.float32),  # GLM-4-MoE; a block that is nearly empty
+        (MAX_FEW_TOKENS, 3, 200, torch.bfloat16, torch.float32, torch.float32),  # DeepSeek V3
+        (2, 6, 300, torch.float32, torch.float32, torch.float32),
+    ],
+)
+def test_logits_of_few_tokens(
+    T: int,
+    E: int,
+    K: int,
+    dtype: torch.dtype,
+    of_weight: torch.dtype,
+    to: torch.dtype,
+    biased: bool,
+    device: torch.device,
+) -> None:
+    x, weight, bias = operands(T, E, K, dtype, of_weight, device)
+    given = x, weight, bias if biased else None
+    found, wanted = launcher.router_logits(*given, to), router_logits_reference(*given, to)
+    assert found.dtype == wanted.dtype == to
+    exact = router_logits_reference(*given, torch.float64)
+    assert (found.double() - exact).norm() <= 2 * (wanted.double() - exact).norm() + 1e-7 * exact.norm()
+    # The same bits among any number; unless rows aren't aligned, which the compiler spreads over threads in other ways.
+    for token in (0, T - 1) if K % 16 == 0 else ():
+        assert torch.equal(launcher.router_logits(x[token : token + 1], *given[1:], to)[0], found[token])
+
+
+def test_logits_of_views_and_of_many_tokens(device: torch.device) -> None:
+    x, weight, bias = operands(40, 8, 64, torch.bfloat16, torch.bfloat16, device)
+    few = launcher.router_logits(x[:3], weight, bias, torch.bfloat16)
+    views = x.t().contiguous().t()[:3], torch.stack((weight, weight), 1)[:, 0], bias.repeat_interleave(2)[::2]
+    assert torch.equal(launcher.router_logits(*views, torch.bfloat16), few)
+    every_other = torch.stack((x[:3], x[:3]), 1)[:, 1]
+    assert torch.equal(launcher.router_logits(every_other, weight, bias, torch.bfloat16), few)
+    many = launcher.router_logits(x, weight, bias, torch.float32)
+    assert torch.equal(many, router_logits_reference(x, weight, bias, torch.float32))
+    assert launcher.router_logits(x[:0], weight, bias, torch.float32).shape == (0, 8)
+
+
+def test_logits_of_what_is_not_finite(device: torch.device) -> None:
+    x, weight, _ = operands(3, 4, 70, torch.bfloat16, torch.bfloat16, device)
+    x[1, 5], x[2, 69] = NAN, INF
+    found = launcher.router_logits(x, weight, None, torch.float32)
+    assert found.isfinite().tolist() == [[True] * 4, [False] * 4, [False] * 4]
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "dtype", "error", "message"),
+    [
+        (torch.ones(2, 4, dtype=torch.int8), torch.ones(3, 4), None, F32, TypeError, "x is torch.int8"),
+        (torch.ones(2, 4), torch.ones(3, 5), None, F32, ValueError, "x is \\[2, 4\\] and weight \\[3, 5\\]"),
+        (torch.ones(2, 4), torch.ones(3, 4), None, BF16, TypeError, "dtype is torch.bfloat16"),
+        (torch.ones(2, 4).bfloat16(), torch.ones(3, 4), None, BF16, TypeError, "weight is torch.float32"),
+        (torch.ones(2, 4), torch.ones(3, 4), torch.ones(2), F32, ValueError, "bias is \\[2\\]; it must be \\[3\\]"),
+        (torch.ones(2, 4), torch.ones(3, 4), torch.ones(3).int(), F32, TypeError, "bias is torch.int32"),
+    ],
+)
+def test_logits_of_what_does_not_fit(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        check_router_logits(x, weight, bias, dtype)

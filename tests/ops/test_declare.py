@@ -72,6 +72,9 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "add_norm_quantize branch": (x, x.flip(0), gamma, None, None, *norm, None),
         "add_norm": (x, x.flip(0), gamma, gamma, None, *norm),
         "add_norm gate": (x.view(1, 5, 16), x.view(1, 5, 16).flip(1), None, None, None, *norm, gamma[None]),
+        "add_norm one gate": (x, x.flip(0), None, gamma, None, *norm, gamma),
+        "add_norm factors": (x, x.flip(0), None, gamma, None, *norm, None, 0.22, gamma[:1]),
+        "add_norm_quantize factor": (x, x.flip(0), gamma, gamma, None, *norm, None, None, None, 0.22),
         "add_norm_quantize gate": (
             x.view(1, 5, 16),
             x.view(1, 5, 16).flip(1),
@@ -304,7 +307,16 @@ def float_output(out: Any) -> Tensor:
 
 
 # Those whose gradient depends on their input.
-CURVED = ["activate", "activate plain", "add_norm", "add_norm norm", "add_norm_quantize branch", "rotate", "route"]
+CURVED = [
+    "activate",
+    "activate plain",
+    "add_norm",
+    "add_norm factors",
+    "add_norm norm",
+    "add_norm_quantize branch",
+    "rotate",
+    "route",
+]
 CURVED += ["post_norm", "post_norm_quantize"]
 
 

@@ -26,7 +26,7 @@ def test_gradients_are_those_of_the_formula(
         return torch.randn(shape, device=device, requires_grad=True)
 
     x, residual = leaf(2, 3, 40), leaf(2, 3, 40) if adds else None
-    vectors = (leaf(40) if branch else None, leaf(*size), leaf(*size) if kind == "layer" else None)
+    vectors = (leaf(40) if branch else None, leaf(*size), leaf(*size) if Norm(kind).is_layer else None)
     leaves = [each for each in (x, residual, *vectors) if each is not None]
     norm = Norm(kind, 1e-3)
     total, normed = norms.add_norm(x, residual, *vectors, norm)
@@ -44,7 +44,7 @@ def test_gradients_behind_a_branch(kind: str, quantizes: bool, device: torch.dev
     x, residual, weight, bias = (
         torch.randn(*s, device=device, requires_grad=True) for s in ((3, 40), (3, 40), (40,), (40,))
     )
-    vectors, norm = (weight, bias if kind == "layer" else None), Norm(kind, 1e-3)
+    vectors, norm = (weight, bias if Norm(kind).is_layer else None), Norm(kind, 1e-3)
     leaves = [x, residual, *(each for each in vectors if each is not None)]
     normed = norms.post_norm_quantize(x, residual, *vectors, norm)[0] if quantizes else None
     normed = norms.post_norm(x, residual, *vectors, norm) if normed is None else normed
@@ -72,6 +72,27 @@ def test_gradients_through_a_gate(device: torch.device) -> None:
     total = norms.add_norm_quantize(x, residual, None, weight, None, Norm(), gate=gate)[0]
     grads = torch.autograd.grad((total * along[0]).sum(), (x, gate))
     torch.testing.assert_close(grads, torch.autograd.grad((wanted[0] * along[0]).sum(), (x, gate)))
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_gradients_through_numbers(behind: bool, device: torch.device) -> None:
+    x, residual, weight, branch, of_total = (
+        torch.randn(*s, device=device, requires_grad=True) for s in ((2, 3, 40), (2, 3, 40), (40,), (40,), (1,))
+    )
+    leaves = [x, residual, weight, of_total, *([branch] if behind else [])]
+    given = x, residual, branch if behind else None, weight, None, Norm(eps=1e-3), None, 0.22, of_total
+    out, wanted = norms.add_norm(*given), add_norm_reference(*given)
+    torch.testing.assert_close(out, wanted)
+    along = torch.randn(2, *x.shape, device=device)
+    grads, expected = (
+        torch.autograd.grad((each[0] * along[0] + each[1] * along[1]).sum(), leaves) for each in (out, wanted)
+    )
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+    total = norms.add_norm_quantize(*given[:6], factor=0.22)[0]
+    wanted_total = add_norm_reference(*given[:8])[0]
+    leaves = [x, residual, *([branch] if behind else [])]
+    grads, expected = (torch.autograd.grad((each * along[0]).sum(), leaves) for each in (total, wanted_total))
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_float32_vectors(device: torch.device) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qgemm.kernels import Routing
-from qgemm.ops.router import route
+from qgemm.kernels.router.reference import router_logits_reference
+from qgemm.ops.router import route, router_logits
 
 KINDS = (
     Routing(3),
@@ -34,3 +35,21 @@ def test_gradients(routing: Routing, device: torch.device) -> None:
     weights, index = route(logits, routing)
     assert not index.requires_grad
     torch.testing.assert_close(torch.autograd.grad(weights, logits, of_experts.gather(-1, index)), expected)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_product_is_registered_properly(dtype: torch.dtype, biased: bool, device: torch.device) -> None:
+    x, weight = (torch.randn(size, 16, device=device).bfloat16().requires_grad_() for size in (3, 8))
+    bias = torch.randn(8, device=device).bfloat16().requires_grad_() if biased else None
+    torch.library.opcheck(torch.ops.qgemm.router_logits.default, (x, weight, bias, dtype))
+    operands = [each for each in (x, weight, bias) if each is not None]
+    along = torch.randn(3, 8, device=device).to(dtype)
+    found, wanted = (
+        product(x, weight, bias, dtype) for product in (torch.ops.qgemm.router_logits, router_logits_reference)
+    )
+    torch.testing.assert_close(found, wanted)
+    grads, expected = (torch.autograd.grad(out, operands, along) for out in (found, wanted))
+    torch.testing.assert_close(grads, expected)
+    with torch.no_grad():
+        assert torch.equal(router_logits(x, weight, bias, dtype), found)

@@ -1,23 +1,24 @@
 """Residual, norm and quantization in one kernel: each program reads a row once and keeps it in registers.
 
 ``total = round(residual + norm(x))`` or ``round(residual + round(gate * x))``, the product in the gate's dtype, and
-``norm(total)`` in float or int8; each part is optional. The norms' vectors are read before the program waits for the
-preceding kernel, which doesn't write weights; those of samples are computed, and read after that.
+``norm(total)`` in float or int8; each part is optional. Numbers may multiply what is added, and the total. The norms'
+vectors are read before the program waits for the preceding kernel, which doesn't write weights; those of samples are
+computed, and read after that.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.stages.norms import add_blocks, multiply_blocks, normalize_blocks, store_blocks
+from qgemm.kernels.stages.norms import add_blocks, multiply_blocks, normalize_blocks, scale_blocks, store_blocks
 from qgemm.kernels.stages.rows import StridedRow, load_blocks, quantize_blocks, row_quantization
 
 
 @triton.jit(do_not_specialize=["M", "vector_rows"])
 def _norm_kernel(
-    x, residual, branch_weight, gate, weight, bias, total, normed, q, row_scale, scale,
+    x, residual, branch_weight, gate, weight, bias, total, normed, q, row_scale, scale, total_factor,
     M, K, vector_rows, stride_v, stride_xm, stride_xk, stride_rm, stride_rk,
-    NORM: tl.constexpr, BY_SAMPLE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    NORM: tl.constexpr, FACTOR: tl.constexpr, BY_SAMPLE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Each program has a row, in ``BLOCKS`` blocks.
@@ -25,7 +26,7 @@ def _norm_kernel(
     All tensors except ``x`` may be None. ``total``, ``normed`` and ``q`` are contiguous ``[M, K]``. ``scale``: as in
     ``RowQuantization``. ``NORM``: a ``Norm``. ``PDL``: see ``Launch``. ``E4M3``: see ``row_quantization``.
     ``gate``: ``[M / vector_rows, K]``, a row for each sample, ``stride_v`` apart. ``BY_SAMPLE``: whether ``weight`` and
-    ``bias`` are that, too.
+    ``bias`` are that, too. ``FACTOR``, ``total_factor``: see ``NormCall``.
     ``NEXT_EARLY``: lets the next kernel start at once, before the preceding one has ended, instead of when this one
     ends.
     """
@@ -39,6 +40,8 @@ def _norm_kernel(
     biases = None
     if bias is not None and not BY_SAMPLE:
         biases = load_blocks(StridedRow(bias, K, 1), offsets, BLOCKS)
+    if total_factor is not None:
+        factor_of_total = tl.load(total_factor)
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -52,8 +55,12 @@ def _norm_kernel(
         if gate is not None:
             gates = load_blocks(StridedRow(gate + row // vector_rows * stride_v, K, 1), offsets, BLOCKS)
             blocks = multiply_blocks(blocks, gates, BLOCKS)
+        if FACTOR != 1.0:
+            blocks = scale_blocks(blocks, FACTOR, BLOCKS)
         if residual is not None or gate is not None:
             blocks = add_blocks(blocks, residuals, x.dtype.element_ty, BLOCKS)
+        if total_factor is not None:
+            blocks = scale_blocks(blocks, factor_of_total, BLOCKS)
         if total is not None:
             store_blocks(total + row * K, blocks, K, offsets, BLOCKS)
         if BY_SAMPLE:

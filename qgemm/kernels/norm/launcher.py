@@ -11,7 +11,7 @@ from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.norm.kernels import _norm_kernel
-from qgemm.kernels.norms import Norm, NormCall, NormOutputs, of_samples
+from qgemm.kernels.norms import Norm, NormCall, NormOutputs
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2
@@ -39,20 +39,15 @@ def norm_rows(call: NormCall, total: bool = False, normed: bool = False) -> Norm
 @torch.no_grad()
 def _by_torch(call: NormCall) -> NormOutputs:
     """As ``norm_rows``, for rows that no program can hold; all floats are made anyway."""
-    x, residual, branch_weight, gate, weight, bias, norm, input_scale, dtype = call
-    total = x if branch_weight is None else norm(x, branch_weight)
-    total = total if gate is None else total * of_samples(gate, x)
-    if residual is not None:
-        total = residual + total
-    total = total.to(x.dtype)
-    normed = total if weight is None else norm(total, weight, bias)
-    rows = (None, None) if dtype is None else quantize.quantize_rows(normed, input_scale, dtype=dtype)
+    total, dtype = call.total(), call.dtype
+    normed = total if call.weight is None else call.norm(total, call.weight, call.bias)
+    rows = (None, None) if dtype is None else quantize.quantize_rows(normed, call.input_scale, dtype=dtype)
     return total, normed, *rows
 
 
 def find_launch(call: NormCall, outputs: NormOutputs) -> tuple[Launch, tuple[Tensor | None, ...]]:
     """The launch of such a call, and what to call it with."""
-    x, residual, *vectors, norm, scale, _ = call
+    x, residual, *vectors, norm, scale, _, factor, total_factor = call
     K = x.shape[-1]
     rows = x.reshape(-1, K)
     residuals = None if residual is None else residual.reshape(-1, K)
@@ -60,21 +55,25 @@ def find_launch(call: NormCall, outputs: NormOutputs) -> tuple[Launch, tuple[Ten
     (_, gate, weight, _), (total, normed, q, row_scale) = vectors, outputs
     dtype = INT8.storage if q is None else q.dtype
     samples = _samples_of(weight), _samples_of(gate), vector_stride
+    arithmetic = norm, factor, dtype
     kind = (
         norm_rows, rows.shape, rows.stride(), rows.dtype, rows.device,
         None if residuals is None else residuals.stride(), *[None if each is None else each.dtype for each in vectors],
-        *[each is None for each in (*outputs, scale)], *samples, norm, dtype,
+        *[each is None for each in (*outputs, scale, total_factor)], *samples, *arithmetic,
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        launch = plans.keep(kind, _make_launch(rows, residuals, *samples, norm, dtype))
+        launch = plans.keep(kind, _make_launch(rows, residuals, *samples, *arithmetic))
     # The kernel gets fp8 as bytes.
     q = None if q is None else q.view(torch.int8)
-    return launch, (rows, residuals, *vectors, total, normed, q, row_scale, scale)
+    return launch, (rows, residuals, *vectors, total, normed, q, row_scale, scale, total_factor)
 
 
 def _with_one_stride(vectors: list[Tensor | None]) -> tuple[list[Tensor | None], int]:
     """``vectors`` with contiguous values, and the stride between the samples of those that have a row for each."""
+    _, gate, weight, _ = vectors
+    if gate is not None and gate.ndim == 1 and weight is not None and weight.ndim == 2:
+        vectors = [vectors[0], gate.expand(weight.shape), *vectors[2:]]
     given = [each for each in vectors if each is not None]
     strides = {each.stride(0) for each in given if each.ndim == 2 and each.shape[0] > 1}
     if len(strides) > 1 or any(each.stride(-1) != 1 for each in given):
@@ -95,6 +94,7 @@ def _make_launch(
     gated: int,
     vector_stride: int,
     norm: Norm,
+    factor: float,
     dtype: torch.dtype,
 ) -> Launch:
     (M, K), limits = rows.shape, device_limits(rows.device)
@@ -102,7 +102,7 @@ def _make_launch(
     block, blocks, threads = row_blocks(K, rows.itemsize)
     grid, next_early = quantize.programs(M, limits)
     numbers = (M, K, vector_rows, vector_stride, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
-    constants = (norm, by_sample > 0, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
+    constants = (norm, factor, by_sample > 0, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
     warps = max(1, threads // limits.warp_size)
     # Such rows are read value by value. ptxas would rather spill than have a program less on an SM, but not on Hopper.
     registers = 255 if K % 16 and limits.warp_size == 32 and not limits.hopper else None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.checks import check_form, check_same_device, check_strided, conversion, names_of
-from qgemm.kernels.norms import NORMS, Norm
+from qgemm.kernels.norms import NORMS_OF_HEADS, Norm
 from qgemm.kernels.rotary.call import VALUES, KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.numerics.formats import FLOAT_DTYPES, INT8
@@ -43,8 +43,8 @@ def check_rotate(call: RotaryCall) -> None:
             f"qkv is {list(qkv.shape)}; it must be [B, S, heads * D], and {heads} heads are wanted, all in all"
         )
     Norm(norm, eps)
-    if norm not in NORMS:
-        raise ValueError(f"norm is {norm!r}; of queries and keys it must be one of {sorted(NORMS)}")
+    if norm not in NORMS_OF_HEADS:
+        raise ValueError(f"norm is {norm!r}; of queries and keys it must be one of {sorted(NORMS_OF_HEADS)}")
     _check_angles(cos, sin, qkv, call.head_size)
     for name, weight, count in (("q_weight", q_weight, q_heads), ("k_weight", k_weight, kv_heads)):
         _check_weight(name, weight, count, call.head_size, qkv.dtype)

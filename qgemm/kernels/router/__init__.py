@@ -1,1 +1,1 @@
-"""Routing of tokens to experts."""
+"""Routing of tokens to experts, and the product ahead of it."""

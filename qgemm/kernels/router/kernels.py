@@ -1,4 +1,4 @@
-"""Routing: a token's experts and weights from its logits, in one kernel.
+"""Routing: a token's experts and weights from its logits, in one kernel; and another for the logits of few tokens.
 
 A warp has the logits of a token in registers. For each expert to choose, it finds the maximum, of integers that are
 ordered like the floats, and the lowest index that has it. On NVIDIA GPUs from sm_80 on, each of these is one
@@ -11,6 +11,38 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages.epilogue import rounded
 from qgemm.kernels.stages.order import ordered
+from qgemm.kernels.stages.rows import StridedRow, load_blocks
+
+
+@triton.jit(do_not_specialize=["T"])
+def _router_logits_kernel(
+    x, weight, bias, out,
+    T, E, K, stride_xt, stride_we,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+):  # fmt: skip
+    """Each program has an expert and ``TOKENS`` of the ``T`` tokens: ``out[t, e] = x[t] . weight[e] + bias[e]``.
+
+    The expert's row, in ``BLOCKS`` blocks, is read before the program waits for the preceding kernel, which doesn't
+    write weights. ``PDL``, ``NEXT_EARLY``: as in ``_norm_kernel``.
+    """
+    if NEXT_EARLY:
+        gdc_launch_dependents()
+    expert, first = (tl.program_id(0) % E).to(tl.int64), tl.program_id(0) // E * TOKENS
+    offsets = tl.arange(0, BLOCK)
+    weights = load_blocks(StridedRow(weight + expert * stride_we, K, 1), offsets, BLOCKS)
+    if PDL:
+        gdc_wait()
+    for i in tl.static_range(TOKENS):
+        token = (first + i).to(tl.int64)
+        if token < T:
+            blocks = load_blocks(StridedRow(x + token * stride_xt, K, 1), offsets, BLOCKS)
+            products = tl.zeros((BLOCK,), dtype=tl.float32)
+            for j in tl.static_range(BLOCKS):
+                products = tl.math.fma(blocks[j].to(tl.float32), weights[j].to(tl.float32), products)
+            total = tl.sum(products, axis=0)
+            if bias is not None:
+                total += tl.load(bias + expert).to(tl.float32)
+            tl.store(out + token * E + expert, rounded(total, out.dtype.element_ty))
 
 
 @triton.jit

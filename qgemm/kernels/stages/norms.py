@@ -38,6 +38,8 @@ def normalize_blocks(blocks, weights, biases, length, offsets, NORM: tl.constexp
         x = blocks[i].to(tl.float32)
         if NORM.is_layer:
             x = x - mean
+            if NORM.adds_one:  # no weight of 0 makes it 0 beyond the row
+                x = tl.where(offsets < length - i * BLOCK, x, 0.0)
         bias = None
         if biases is not None:
             bias = biases[i]
@@ -56,8 +58,10 @@ def _weigh(y, weight, bias, NORM: tl.constexpr, dtype: tl.constexpr):
             y = rounded(y.to(tl.float32) + bias.to(tl.float32), dtype)
         return y
     factor = weight.to(tl.float32)
-    if NORM.kind == "rms_plus_one":
+    if NORM.adds_one:
         factor = 1.0 + factor
+        if NORM.is_layer:
+            factor = rounded(factor, weight.dtype).to(tl.float32)
     y = y * factor
     if bias is not None:
         y = y + bias.to(tl.float32)
@@ -82,6 +86,15 @@ def multiply_blocks(blocks, others, BLOCKS: tl.constexpr):
     out = ()
     for i in tl.static_range(BLOCKS):
         out = out + (product(blocks[i].to(others[i].dtype), others[i]),)
+    return out
+
+
+@triton.jit
+def scale_blocks(blocks, factor, BLOCKS: tl.constexpr):
+    """``blocks * factor``, a number, rounded to their dtype."""
+    out = ()
+    for i in tl.static_range(BLOCKS):
+        out = out + (rounded(blocks[i].to(tl.float32) * tl.cast(factor, tl.float32), blocks[i].dtype),)
     return out
 
 

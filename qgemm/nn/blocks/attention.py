@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.norms import Norm
+from qgemm.kernels.norms import NORMS_OF_HEADS, Norm
 from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
@@ -51,7 +51,8 @@ class HeadNorms:
         """The weights of both, if operators can compute these norms of ``x``."""
         weights = [module._parameters.get("weight") for module in (self.query, self.key)]
         biases = [module._parameters.get("bias") for module in (self.query, self.key)]
-        known = self.norm is not None and all(weight is not None and weight.dtype == x.dtype for weight in weights)
+        known = self.norm is not None and self.norm.kind in NORMS_OF_HEADS
+        known = known and all(weight is not None and weight.dtype == x.dtype for weight in weights)
         return (weights[0], weights[1]) if known and biases == [None, None] else None  # type: ignore[return-value]
 
     def of_rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

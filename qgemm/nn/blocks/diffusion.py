@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qgemm.kernels.norms import MODULATED, Norm
+from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.nn.blocks.attention import HeadNorms
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.fused_module import FusedModule
 from qgemm.nn.blocks.operands import Input, Operands, read_rows
+from qgemm.nn.blocks.steps import NO_NORM
 from qgemm.ops.norms import add_norm, add_norm_quantize, norm_quantize
 
 IMAGE, TEXT, TIME = "hidden_states", "encoder_hidden_states", "temb"
@@ -31,8 +32,6 @@ IMAGE, TEXT, TIME = "hidden_states", "encoder_hidden_states", "temb"
 
 Positions: TypeAlias = tuple[Tensor, Tensor] | None
 """Cosines and sines of a stream's tokens, ``[1, S, D / 2]`` in float32."""
-
-NO_NORM = Norm(MODULATED)  # of a sum alone
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,6 @@ from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.attention import HeadNorms
 from qgemm.nn.blocks.diffusion import (
     IMAGE,
-    NO_NORM,
     TEXT,
     BlockAttention,
     DiffusionBlock,
@@ -31,7 +30,7 @@ from qgemm.nn.blocks.diffusion_cross import Source
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Input, Operands
-from qgemm.nn.blocks.steps import NormStep, add_and_read, read
+from qgemm.nn.blocks.steps import NO_NORM, NormStep, add_and_read, read
 
 MASK, TIMESTEP = "encoder_attention_mask", "timestep"
 """The block's names for what is added to scores of a text's tokens, ``[B, 1, T]``, and for the time step's vectors."""

@@ -31,7 +31,7 @@ from qgemm.nn.blocks.mixture import FusedMixture, MlpAndMixture
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Operands, SummedOperands, read_rows
 from qgemm.nn.blocks.position_bias import POSITION_BIAS
-from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize_and_read, quantize, read
+from qgemm.nn.blocks.steps import Factors, NormStep, add, add_and_read, normalize_and_read, quantize, read
 
 Form = Literal["in a row", "side by side", "norms last", "alone"]
 
@@ -72,7 +72,7 @@ class CalledBranch:
         out = self.module(x, residual, **told) if self.adds else self.module(x, **told)
         whole: Tensor = out[0] if isinstance(out, tuple) else out
         whole = (whole if self.behind is None else self.behind(whole)).view_as(x)
-        return whole if residual is None or self.adds else residual + whole
+        return whole if residual is None or self.adds else add(whole, residual, None)
 
 
 Branch = (
@@ -189,7 +189,7 @@ class FusedLayer(FusedModule):
         return self.steps[0].branch(x, operands[0], None, x.dtype, context)
 
     def _in_a_row(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
-        dtype, is_plain = x.dtype, self.multiplier == 1.0
+        dtype, of_layer = x.dtype, None if self.scale is None else getattr(*self.scale)
         # With few rows, the product adds the residual; with many, the kernel of the norm does.
         is_small = x.numel() <= MAX_SMALL_ROWS * x.shape[-1]
         reads = self._reads(operands)
@@ -197,18 +197,18 @@ class FusedLayer(FusedModule):
         last = len(self.steps) - 1
         for i, step in enumerate(self.steps):
             adds = i == last or (is_small and not _is_summed(operands[i])) or getattr(step.branch, "adds", False)
-            if is_plain and step.out_norm is None and step.scale is None and adds:
+            scale = None if step.scale is None else getattr(*step.scale)
+            factors = Factors(self.multiplier, scale, of_layer if i == last else None)
+            if factors.none and step.out_norm is None and adds:
                 x = step.branch(into, operands[i], x, dtype, context)
                 into = x if i == last else read(x, self.steps[i + 1].norm, reads[i + 1])
                 continue
             out = step.branch(into, operands[i], None, dtype, context)
-            out = out if is_plain else out * self.multiplier
-            out = out if step.scale is None else out * getattr(*step.scale)
             if i == last:
-                x = add(out, x, step.out_norm)
+                x = add(out, x, step.out_norm, factors)
             else:
-                x, into = add_and_read(out, x, step.out_norm, self.steps[i + 1].norm, reads[i + 1])
-        return x if self.scale is None else x * getattr(*self.scale)
+                x, into = add_and_read(out, x, step.out_norm, self.steps[i + 1].norm, reads[i + 1], factors)
+        return x
 
     def _side_by_side(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         attention, mlp = self.steps
@@ -230,7 +230,7 @@ class FusedLayer(FusedModule):
         out = attention.branch(into, first, residual, x.dtype, context)
         out = mlp.branch(other, second, out, x.dtype, context)
         out = out if shard is None else shard.sum(out)
-        return out if self.residual_first else out + x
+        return out if self.residual_first else add(out, x, None)
 
     def _norms_last(self, x: Tensor, operands: AllOperands, context: MutableMapping[str, Any]) -> Tensor:
         dtype, reads = x.dtype, self._reads(operands)

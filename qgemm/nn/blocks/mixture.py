@@ -24,7 +24,7 @@ from qgemm.nn.blocks.operands import Operands
 from qgemm.nn.blocks.steps import NormStep, add, read
 from qgemm.nn.experts import QuantExperts
 from qgemm.ops.norms import add_norm
-from qgemm.ops.router import route
+from qgemm.ops.router import route, router_logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +60,7 @@ class RouterStep:
             return self._call(rows)
         assert self.routing is not None
         assert weight is not None
-        if not self.in_float:
-            return route(F.linear(rows, weight, bias), self.routing, self._choice_bias())
-        logits = F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+        logits = router_logits(rows, weight, bias, torch.float32 if self.in_float else rows.dtype)
         weights, index = route(logits, self.routing, self._choice_bias())
         return (weights if self.routing.in_float else weights.to(rows.dtype)), index
 
@@ -94,7 +92,7 @@ class ScaledRouter:
     """Gemma 4's router: it normalizes and scales rows itself, and has a factor for each expert.
 
     ``routing``: applied to the logits ``proj(norm(x) * scale * scalar_root_size)``; the weights are then multiplied by
-    their experts' ``per_expert_scale``. ``norm`` has no weight.
+    their experts' ``per_expert_scale``. ``norm``: the kind that multiplies by ``scale`` as these steps do.
     """
 
     module: Any
@@ -107,9 +105,8 @@ class ScaledRouter:
         if module._forward_hooks or module.scale.dtype != rows.dtype:
             _, weights, index = module(rows)
             return weights, index
-        x = add_norm(rows, None, None, rows.new_ones(rows.shape[-1]), None, self.norm)[1]
-        logits = module.proj(x * module.scale * module.scalar_root_size)
-        weights, index = route(logits, self.routing)
+        x = add_norm(rows, None, module.scale, None, None, self.norm, factor=module.scalar_root_size)[0]
+        weights, index = route(router_logits(x, module.proj.weight, None, x.dtype), self.routing)
         return weights * module.per_expert_scale[index], index
 
 
@@ -153,7 +150,7 @@ class FusedMixture:
         if self.shared_gate is not None:
             shared = F.sigmoid(self.shared_gate(rows)) * shared
         out = self._experts(rows, index, weights, shared).view(x.shape)
-        return out if residual is None else residual + out
+        return out if residual is None else add(out, residual, None)
 
     def _experts(self, rows: Tensor, index: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
         if not self.scales_input:
@@ -165,7 +162,7 @@ class FusedMixture:
         if k == 1:
             return QuantExperts.forward(self.experts, each, index, ones, residual)
         out = QuantExperts.forward(self.experts, each, index.reshape(-1, 1), ones).view(T, k, -1).sum(dim=1)
-        return out if residual is None else residual + out
+        return out if residual is None else add(out, residual, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,4 +205,4 @@ class MlpAndMixture:
         weights, index = self.router(rows)
         of_experts: Tensor = self.experts(read(rows, self.norm, ()), index, weights)
         out = add(of_experts.view(x.shape), of_mlp, self.out_norm)
-        return out if residual is None else residual + out
+        return out if residual is None else add(out, residual, None)

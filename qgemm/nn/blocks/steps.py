@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from qgemm.nn.blocks.operands import Input, Operands, read_rows
 from qgemm.ops.norms import add_norm, add_norm_quantize, norm_quantize, post_norm, post_norm_quantize
 from qgemm.ops.rows import activate as activate_floats
 from qgemm.ops.rows import activation_quantize
+
+NO_NORM = Norm()
+"""Stands for the norm in a call that has none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +34,37 @@ class NormStep:
         if self.norm is None or weight is None or weight.dtype != x.dtype:
             return None
         return weight, parameters.get("bias")
+
+
+class Factors(NamedTuple):
+    """What multiplies a branch's output before its norm: ``number``, then ``vector``; and ``total``, the sum.
+
+    Each product is rounded. ``vector``: ``[K]``; ``total``: a single value.
+    """
+
+    number: float = 1.0
+    vector: Tensor | None = None
+    total: Tensor | None = None
+
+    @property
+    def none(self) -> bool:
+        """Whether nothing is multiplied."""
+        return self.number == 1.0 and self.vector is None and self.total is None
+
+    def of(self, x: Tensor) -> Tensor:
+        """``x`` times ``number`` and ``vector``."""
+        x = x if self.number == 1.0 else x * self.number
+        return x if self.vector is None else x * self.vector
+
+    def left_after(self, x: Tensor, out_step: NormStep | None) -> tuple[Tensor, Factors]:
+        """``x`` times those that the kernel of a sum doesn't multiply by, and the others."""
+        both = self.number != 1.0 and self.vector is not None
+        if both or out_step is not None or (self.vector is not None and self.vector.dtype != x.dtype):
+            return self.of(x), Factors(total=self.total)
+        return x, self
+
+
+NO_FACTORS = Factors()
 
 
 def quantize(x: Tensor, operands: Operands) -> QuantizedRows:
@@ -56,15 +91,21 @@ def read(x: Tensor, step: NormStep | None, operands: tuple[Operands, ...]) -> In
 
 
 def add_and_read(
-    x: Tensor, residual: Tensor, out_step: NormStep | None, step: NormStep | None, operands: tuple[Operands, ...]
+    x: Tensor,
+    residual: Tensor,
+    out_step: NormStep | None,
+    step: NormStep | None,
+    operands: tuple[Operands, ...],
+    factors: Factors = NO_FACTORS,
 ) -> tuple[Tensor, Input]:
-    """``total = residual + out_norm(x)``, and the next branch's input, ``norm(total)``, as in ``read``."""
+    """``total = residual + out_norm(factors * x)``, and the next branch's input, ``norm(total)``, as in ``read``."""
+    x, factors = factors.left_after(x, out_step)
     before, after = (None if each is None else each.vectors(x) for each in (out_step, step))
-    unknown = (out_step is not None and before is None) or (step is not None and after is None)
+    known = (out_step is None or (before is not None and before[1] is None)) and (step is None or after is not None)
     norms = {each.norm for each in (out_step, step) if each is not None}
     in_rows = read_rows(operands)
-    if unknown or len(norms) != 1 or (before is not None and before[1] is not None) or (step is None and not in_rows):
-        total = residual + normalize(x, out_step)
+    if not known or len(norms) != 1 or (step is None and not in_rows):
+        total = add(x, residual, out_step, factors)
         return total, read(total, step, operands)
     (norm,) = norms
     assert norm is not None
@@ -72,17 +113,24 @@ def add_and_read(
     weight, bias = (None, None) if after is None else after
     if in_rows:
         scale, dtype = operands[0].input_scale, operands[0].dtype
-        total, *rows = add_norm_quantize(x, residual, branch_weight, weight, bias, norm, scale, dtype)
+        how = norm, scale, dtype, factors.vector, factors.number
+        total, *rows = add_norm_quantize(x, residual, branch_weight, weight, bias, *how)
         return total, QuantizedRows(*rows)
-    return add_norm(x, residual, branch_weight, weight, bias, norm)
+    return add_norm(x, residual, branch_weight, weight, bias, norm, factors.vector, factors.number)
 
 
-def add(x: Tensor, residual: Tensor, out_step: NormStep | None) -> Tensor:
-    """``residual + out_norm(x)``."""
+def add(x: Tensor, residual: Tensor, out_step: NormStep | None, factors: Factors = NO_FACTORS) -> Tensor:
+    """``residual + out_norm(factors * x)``, in one kernel if the norm is known or there is none."""
+    x, factors = factors.left_after(x, out_step)
     vectors = None if out_step is None else out_step.vectors(x)
-    if out_step is None or vectors is None or vectors[1] is not None or out_step.norm is None:
-        return residual + normalize(x, out_step)
-    return add_norm(x, residual, vectors[0], None, None, out_step.norm)[0]
+    known = x.dtype == residual.dtype and (out_step is None or (vectors is not None and vectors[1] is None))
+    total = factors.total
+    if not known or (total is not None and (total.dtype != x.dtype or total.shape != (1,))):
+        added = residual + normalize(factors.of(x), out_step)
+        return added if total is None else added * total
+    weight = None if vectors is None else vectors[0]
+    norm = NO_NORM if out_step is None or out_step.norm is None else out_step.norm
+    return add_norm(x, residual, weight, None, None, norm, factors.vector, factors.number, total)[0]
 
 
 def normalize_and_read(

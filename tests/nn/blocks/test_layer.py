@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, Example
+from families.mixtures import MIXTURES
+from fusion.encoders import LAYER_SCALES
+from fusion.structures import STRUCTURES
 
 from qgemm import fuse, quantize_model
 from qgemm.kernels.norms import Norm
@@ -17,6 +21,7 @@ from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.layer import MAX_SMALL_ROWS, FusedLayer
 from qgemm.nn.blocks.operands import QuantizedOperands, SummedOperands
 from qgemm.nn.blocks.steps import NormStep, normalize_and_read
+from tests.operators import Operators
 
 
 @pytest.mark.parametrize(
@@ -42,6 +47,31 @@ def test_which_products_add_the_residual(rows: int, is_summed: bool, expected: l
     recording = replace(fused, steps=tuple(replace(step, branch=branch) for step in fused.steps))
     recording(torch.randn(1, rows, model.config.hidden_size), operands, {})
     assert added == expected
+
+
+def operators_of_layers(example: Example) -> list[str]:
+    """Those that run in fused layers in a forward of a model."""
+    found: list[str] = []
+    with torch.no_grad(), Operators() as counted:
+        for module in example.model.modules():
+            if isinstance(fused_of(module), FusedLayer):
+                module.register_forward_pre_hook(lambda *_: starts.append(len(counted.names)))
+                module.register_forward_hook(lambda *_: found.extend(counted.names[starts.pop() :]))
+        starts: list[int] = []
+        example.model(**example.inputs)
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-32"])
+@pytest.mark.parametrize("family", ["olmo2", "granite", "gemma4_keys", "nemotron", "granitemoe", "dinov2"])
+def test_norms_and_factors_are_no_operators_of_their_own(family: str, scheme: str) -> None:
+    example = {**FAMILIES, **STRUCTURES, **MIXTURES, **LAYER_SCALES}[family]()
+    fuse(quantize_model(example.model.bfloat16(), scheme), example.inputs)
+    example.inputs = {name: x.bfloat16() if x.is_floating_point() else x for name, x in example.inputs.items()}
+    found = Counter(operators_of_layers(example))
+    assert found
+    arithmetic = ("mul", "add", "mean", "pow", "rsqrt", "native_layer_norm", "_to_copy")
+    assert {name: count for name, count in found.items() if name.removeprefix("aten.") in arithmetic} == {}
 
 
 @pytest.mark.parametrize("rows", [1, 40])

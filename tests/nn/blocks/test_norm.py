@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from families import FAMILIES, Example
+from fusion.structures import STRUCTURES
 from torch import nn
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
@@ -93,3 +94,19 @@ def test_norms_that_stay_as_they_are() -> None:
     example = FAMILIES["t5"]()
     quantize_model(example.model, {"*.0.*.SelfAttention.q": None, "*": "int8"}, fuse=True)
     assert {"encoder.final_layer_norm", "encoder.block.0.layer.0.layer_norm"} <= norms_of(example.model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["cohere", "nemotron"])
+def test_layer_norms_of_several_kernels(family: str) -> None:
+    """In float32 with a mean, and with a weight to which 1 is added."""
+    example = {**FAMILIES, **STRUCTURES}[family]()
+    quantize_model(example.model.bfloat16())
+    norm, x = example.model.get_submodule("model.norm"), torch.randn(3, 64, dtype=torch.bfloat16)
+    nn.init.normal_(norm.get_parameter("weight"))
+    own = norm(x)
+    assert len(operators(norm, x)) > 1
+    fuse(example.model)
+    assert norms_of(example.model) == {"model.norm"}
+    assert operators(norm, x) == ["qgemm.add_norm"]
+    assert (norm(x) != own).float().mean() < 0.01  # another rounding would change a quarter
