@@ -14,7 +14,7 @@ would bypass; layers that others have put in place of the original ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -160,6 +160,16 @@ class FusedLayer(FusedModule):
     def products(self) -> tuple[MergedWeights, ...]:
         """The weights of all branches' products."""
         return tuple([product for step in self.steps for product in step.branch.products])
+
+    def with_own_activations(self) -> FusedLayer:
+        """The same, with MLPs that call their modules' own activations."""
+        steps = [
+            replace(step, branch=replace(step.branch, activation_name=""))
+            if isinstance(step.branch, FusedMlp)
+            else step
+            for step in self.steps
+        ]
+        return replace(self, steps=tuple(steps))
 
     @property
     def forward(self) -> Callable[..., Any]:
