@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from qgemm.fusion.branches import NotFused, check_has_no_limits, child_of, code_of, merge
 from qgemm.fusion.probe import find_norm, find_rotation
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of_attention
+from qgemm.kernels.rotary.reference import position_factors_reference
 from qgemm.nn.blocks.attention import (
     CACHES,
     SEQUENCES,
@@ -381,7 +382,11 @@ def _position_scale(attention: Any) -> PositionScale | None:
         return None
     function: Any = getattr(sys.modules[type(attention).__module__], _SCALE_BY_POSITION)
     rope = attention.config.rope_parameters
-    return PositionScale(function, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+    factor, length = rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
+    positions = torch.arange(0, 20 * length, max(length // 4, 1), device="cpu")[None]
+    wanted, found = function(positions, factor, length), position_factors_reference(positions, factor, length)
+    is_known = wanted.shape == (1, 1, positions.shape[1], 1) and torch.allclose(found, wanted[:, 0, :, 0], 1e-6)
+    return PositionScale(function, factor, length, is_known)
 
 
 def _values(

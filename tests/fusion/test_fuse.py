@@ -64,7 +64,7 @@ OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
 # float32 the last bit of a value may differ.
 OTHER_SUMS = {"cohere", "cohere2", "cohere_heads", "llama4"}
 # Their attention isn't fused, or norms its heads in a way of its own.
-WITHOUT_ROTATION = {"gpt_neox", "gpt_neox_in_a_row", "cohere_heads", "phi_heads", "stablelm_heads", "hunyuan"}
+WITHOUT_ROTATION = {"cohere_heads", "phi_heads", "stablelm_heads", "hunyuan"}
 # Their attention takes no other; or it is as llama's.
 NO_CACHE = {
     "granite_hybrid",

@@ -43,6 +43,7 @@ def row_cases() -> Iterator[Case]:
     # Triton makes a constant of a length of 1.
     yield Case("one value norm", lambda: norm(1, bf16, Norm("layer")))
     yield Case("one value activation", lambda: activation(1, bf16, "silu", True))
+    yield Case("rows quick_gelu", lambda: activation(3072, bf16, "quick_gelu", False))
     yield Case("rows activation bfloat16", lambda: activation(14_336, bf16, "silu", True))
     yield Case("rows activation fp8 bfloat16", lambda: activation(14_336, bf16, "silu", True, FP8.storage))
     yield Case("rows activation longest float16", lambda: activation(16_384, fp16, "gelu", True))

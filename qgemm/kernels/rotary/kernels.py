@@ -17,16 +17,17 @@ from qgemm.kernels.stages.rows import RowQuantization, quantize_rows_of_tile
 
 @triton.jit(do_not_specialize=["length_stride"])
 def _rotate_kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, positions_ptr,
     q_out_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr, length_ptr,
     S, Q_HEADS, KV_HEADS, D, HALF, L, k_offset, v_offset,
     stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_cb, stride_cs, stride_cd,
+    stride_cb, stride_cs, stride_cd, stride_pb, stride_ps,
     stride_okb, stride_okh, stride_okl, stride_ovb, stride_ovh, stride_ovl,
     stride_skb, stride_skh, stride_skl, stride_svb, stride_svh, stride_svl,
     length_stride,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
     Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, V_WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SCALE: tl.constexpr, PERIOD: tl.constexpr, GROWTH: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Each program has some heads of one token: of its queries, keys or values.
@@ -35,7 +36,8 @@ def _rotate_kernel(
     ``v_offset``, and all have k's strides, except between the heads of queries. ``q_out``: ``[B, S, Q_HEADS, D]``,
     contiguous. ``k_out``, ``v_out``: ``[B, KV_HEADS, L, D]``; if they have scales ``[B, KV_HEADS, L]``, int8.
     ``length_ptr``: see ``dispatch.store_key_value``; None to begin with the first place. ``Q_WEIGHT``, ``K_WEIGHT``,
-    ``V_WEIGHT``: see ``_normalized``. ``PDL``, ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
+    ``V_WEIGHT``: see ``_normalized``. ``SCALE``, ``PERIOD``, ``GROWTH``: of queries, see ``RotaryCall``. ``PDL``,
+    ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()
@@ -54,9 +56,12 @@ def _rotate_kernel(
     # The branches share no variables: a variable would need the same type in all of them.
     if block < q_blocks:
         _store(
-            _rotated(
-                q_ptr + b * stride_kb + s * stride_ks, block * BLOCK_H + first, d, stride_qh, Q_HEADS, D, HALF,
-                cos_ptr, sin_ptr, angle, stride_cd, q_weight_ptr, NORM, EPS, Q_WEIGHT, INTERLEAVED,
+            _scaled(
+                _rotated(
+                    q_ptr + b * stride_kb + s * stride_ks, block * BLOCK_H + first, d, stride_qh, Q_HEADS, D, HALF,
+                    cos_ptr, sin_ptr, angle, stride_cd, q_weight_ptr, NORM, EPS, Q_WEIGHT, INTERLEAVED,
+                ),
+                positions_ptr, b * stride_pb + s * stride_ps, SCALE, PERIOD, GROWTH,
             ),
             q_out_ptr + token.to(tl.int64) * Q_HEADS * D, None, 0, block * BLOCK_H + first, d, Q_HEADS, D, D, 0,
         )  # fmt: skip
@@ -148,6 +153,19 @@ def _rotated(
         new_first = _turned(first, -second.to(tl.float32), pair, turns, cos, sin, angle, stride_cd, dtype)
         new_second = _turned(second, first, pair, turns, cos, sin, angle, stride_cd, dtype)
         x = tl.reshape(tl.join(new_first, new_second), (x.shape[0], 2 * PAIRS))
+    return x
+
+
+@triton.jit
+def _scaled(x, positions, at, SCALE: tl.constexpr, PERIOD: tl.constexpr, GROWTH: tl.constexpr):
+    """Queries times their factors, each rounded; the position is ``positions[at]``."""
+    dtype: tl.constexpr = x.dtype
+    if positions is not None:
+        position = tl.load(positions + at).to(tl.float32)
+        factor = 1.0 + GROWTH * tl.log(1.0 + tl.floor(tl.math.div_rn(position, position * 0.0 + PERIOD)))
+        x = rounded(x.to(tl.float32) * rounded(factor, dtype).to(tl.float32), dtype)
+    if SCALE != 1.0:
+        x = rounded(x.to(tl.float32) * SCALE, dtype)
     return x
 
 

@@ -105,11 +105,15 @@ class Temperature:
 
 @dataclass(frozen=True)
 class PositionScale:
-    """A factor of queries by position, from the model's own ``function(positions, factor, length)`` (Ministral 3)."""
+    """A factor of queries by position, from the model's own ``function(positions, factor, length)`` (Ministral 3).
+
+    ``is_known``: whether it is that of ``RotaryCall``, with ``factor`` as growth and ``length`` as period.
+    """
 
     function: Callable[[Tensor, float, int], Tensor]
     factor: float
     length: int
+    is_known: bool
 
     def __call__(self, q: Tensor, positions: Tensor) -> Tensor:
         """``q [B, H, S, D]`` at ``positions [1 or B, S]``, times that factor."""
@@ -222,16 +226,15 @@ class FusedAttention:
             qkv = qkv[None]
         shared = None if states is None else self.shared
         if shared is not None and not shared.stores:
-            q = self._find_heads(qkv, positions, None, others)[0]
+            q = self._find_heads(qkv, positions, None, seen, others)[0]
             k, v = states[shared.key]
             k, v = k.to(q.device), v.to(q.device)
         else:
-            q, k, v = self._find_heads(qkv, positions, cache, others)
+            q, k, v = self._find_heads(qkv, positions, cache, seen, others)
             if shared is not None:
                 states[shared.key] = k, v
         gate = self._queries(qkv)[1] if self.gated else None
         del qkv  # a fifth of a long prompt's memory beside weights and cache; queries, keys and values are copies
-        q = self._scaled(q, seen, others)
         if self.position_bias is not None and others.get(POSITION_BIAS) is None:
             others[POSITION_BIAS] = context[POSITION_BIAS] = self.position_bias(self.module, q, k, seen)
         others.update(self.told)
@@ -274,34 +277,41 @@ class FusedAttention:
         return q, gate
 
     def _find_heads(
-        self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, cache: Any, others: dict[str, Any]
+        self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, cache: Any, seen: Any, others: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of this forward ``[B, H, S, D]``, and all keys and values ``[B, Hkv, length, D]``.
 
-        ``others``: the arguments that the attention function will get.
+        ``seen``: the number of tokens in the cache. ``others``: the arguments that the attention function will get.
         """
-        call = self._find_call(qkv, positions)
-        if call is None or (cache is None and positions is None):
+        call = self._find_call(qkv, positions, others)
+        is_split, stores = call is None or (cache is None and positions is None), False
+        if call is None or is_split:
             q, k, v = self._split(qkv, positions)
         elif self.norms is not None and self.norms.layout == "rotated":
             q, k, v = rotate(call)
             q, k = self.norms.of_rotated(q.transpose(1, 2), k)
-        elif hasattr(cache, "rotate_and_store"):
-            q, k, v = cache.rotate_and_store(self.module.layer_idx, call)
-            return q.transpose(1, 2), k, v
         else:
-            q, k, v = rotate(call)
+            stores = hasattr(cache, "rotate_and_store")
+            q, k, v = cache.rotate_and_store(self.module.layer_idx, call) if stores else rotate(call)
             q = q.transpose(1, 2)
-            if cache is None or _takes_as_they_are(cache, self.module.layer_idx, k, v):
-                return q, k, v
-        if cache is not None:
+        if is_split or not self._scales_in_rotate:
+            q = self._scaled(q, seen, others)
+        if cache is None or stores:
+            return q, k, v
+        if is_split or not _takes_as_they_are(cache, self.module.layer_idx, k, v):
             k, v = update_cache(cache, self.cache_name, k, v, self.module.layer_idx, others)
         return q, k, v
 
-    def _find_call(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> RotaryCall | None:
+    @property
+    def _scales_in_rotate(self) -> bool:
+        """Whether ``ops.rotate`` multiplies queries by all of their factors."""
+        is_last = self.norms is None or self.norms.layout != "rotated"
+        return is_last and self.temperature is None and (self.position_scale is None or self.position_scale.is_known)
+
+    def _find_call(
+        self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, others: Mapping[str, Any]
+    ) -> RotaryCall | None:
         """The arguments of ``ops.rotate``; None if it can't compute this."""
-        if self.by_head:
-            return None
         cos = sin = q_weight = k_weight = None
         kind, eps = "rms", 0.0
         if self.rotate is not None:
@@ -316,8 +326,15 @@ class FusedAttention:
                 return None
             (q_weight, k_weight), kind, eps = weights, self.norms.norm.kind, self.norms.norm.eps
         interleaved = self.rotation is not None and self.rotation.interleaved
-        heads = self.heads, self.kv_heads
-        return RotaryCall(qkv, cos, sin, q_weight, k_weight, kind, eps, *heads, interleaved, self.values, self.gated)
+        factors: dict[str, Any] = {}
+        if self._scales_in_rotate:
+            factors["scale"] = self.query_scaling
+            if (by := self.position_scale) is not None:
+                factors |= {"period": float(by.length), "growth": by.factor, "positions": others["position_ids"]}
+        return RotaryCall(
+            qkv, cos, sin, q_weight, k_weight, kind, eps, self.heads, self.kv_heads, interleaved, self.values,
+            "by head" if self.by_head else "gated" if self.gated else "in turn", **factors,
+        )  # fmt: skip
 
     def _split(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, H, S, D]``, keys and values ``[B, Hkv, S, D]``, normalized and rotated."""
