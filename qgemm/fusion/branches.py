@@ -120,8 +120,9 @@ def find_mixture(module: nn.Module, call: Call, beside: nn.Module | None = None)
     children = {name: child for name, child in own if child is not None and not isinstance(child, nn.Identity)}
     router, shared, experts = child_of(module, _ROUTER), child_of(module, _SHARED), children.get("experts")
     others = set(children) - {router, shared, _SHARED_GATE, "experts"}
-    buffers = set(module._buffers) - {*CHOICE_BIAS}  # MiniMax-M2's router gets it as an argument
-    if type(experts) not in (QuantExperts, QuantSortedExperts) or not router or others or module._parameters or buffers:
+    # MiniMax-M2's router, and AFMoE's, get the bias as an argument.
+    others |= {*module._buffers, *module._parameters} - {*CHOICE_BIAS}
+    if type(experts) not in (QuantExperts, QuantSortedExperts) or not router or others:
         raise NotFused(f"{type(module).__name__} is called as it is")
     step, gate = find_router(children[router], module), children.get(_SHARED_GATE)
     assert isinstance(experts, QuantExperts)

@@ -163,6 +163,9 @@ def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
         return called
     # bfloat16 shows what is rounded, float32 shows which of two formulas for one value it is.
     calls = [_call_router(called, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    if calls == [None, None]:
+        called = replace(called, takes_batch=True)
+        calls = [_call_router(called, dtype) for dtype in (torch.bfloat16, torch.float32)]
     for found, in_float in _routings(router, called.top_k, bias is not None):
         if all(call and call.is_of(found, in_float) for call in calls):
             return replace(called, routing=found, in_float=in_float)
@@ -172,7 +175,8 @@ def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
 def _routings(router: nn.Module, top_k: int, is_biased: bool) -> Iterator[tuple[Routing, bool]]:
     """The possible routings of ``router``, and whether its product is computed in float32."""
     groups, kept_groups = (int(getattr(router, name, None) or 1) for name in ("num_group", "topk_group"))
-    scale, floor = float(getattr(router, "routed_scaling_factor", 1.0)), float(getattr(router, "norm_min", 0.0))
+    scale = next((float(getattr(router, name)) for name in _SCALES if hasattr(router, name)), 1.0)
+    floor = float(getattr(router, "norm_min", 0.0))
     for kind, normalized, rounds, in_float in product(ROUTINGS, (True, False), (False, True), (False, True)):
         # Models add it to a sum of sigmoids; in MiniMax-M2, which doesn't, no sum is that small.
         least = 1e-20 if kind == "sigmoid" and normalized else floor
@@ -208,6 +212,9 @@ def find_scaled_router(router: Any) -> ScaledRouter | None:
             return None
     return replace(found, module=router)
 
+
+_SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+"""Names of a factor of all weights."""
 
 CHOICE_BIAS = ("e_score_correction_bias", "expert_bias")
 """Names of a bias that counts only in the choice of experts."""
@@ -270,7 +277,7 @@ def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
     x[_ROWS // 2 :] *= _LARGE
     x = x.to(dtype)
     try:
-        out = own(x, *told)
+        out = own(x[None] if router.takes_batch else x, *told)
         weights, index = router.chosen(x, out)
     except Exception:  # a third-party module may raise anything
         return None

@@ -57,7 +57,7 @@ OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "nemotron_h": (("attention",), *(("mixture",), ("mlp",)) * 2),
     # With shared experts.
     "qwen2_moe": (MIXTURE, ("mlp",)) * 2,
-    "deepseek_v3": (BOTH, MIXTURE, ("mlp",)),
+    **dict.fromkeys(("deepseek_v3", "afmoe_sparse", "hy_v3"), (BOTH, MIXTURE, ("mlp",))),
     "llama4": (MIXTURE, ("mlp",)) * 2,
 }
 # A norm by PyTorch's operator, in place of the model's own formula, and Llama 4's products of complex numbers: in

@@ -38,6 +38,7 @@ class RouterStep:
     - ``linear``: the module's child that multiplies; empty if the module itself does.
     - ``chooser``: where ``module`` returns only logits, the module whose ``route_tokens_to_experts`` chooses.
     - ``top_k``: the number of experts, where the module returns a score for each.
+    - ``takes_batch``: whether the module takes ``[B, S, H]`` alone.
     """
 
     module: nn.Module
@@ -48,6 +49,7 @@ class RouterStep:
     linear: str = ""
     chooser: Any = None
     top_k: int = 0
+    takes_batch: bool = False
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of ``rows [T, H]``: ``[T, top_k]`` each."""
@@ -67,7 +69,8 @@ class RouterStep:
         return (weights if self.routing.in_float else weights.to(rows.dtype)), index
 
     def _call(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.chosen(rows, self.module(rows, self._choice_bias()) if self.told else self.module(rows))
+        given = rows[None] if self.takes_batch else rows
+        return self.chosen(rows, self.module(given, self._choice_bias()) if self.told else self.module(given))
 
     def chosen(self, rows: Tensor, out: Any) -> tuple[Tensor, Tensor]:
         """The weights and experts in ``out``, which the module returned for ``rows``."""

@@ -46,6 +46,8 @@ SHARED = ["quant_linear", "activation_quantize", "multiply", "mm", "sigmoid", "m
         ("hunyuan_v1_moe", ["mm", "route", *SHARED[:3], "quant_experts", "add"]),
         ("jamba", ["mm", "route", "quant_experts"]),
         ("ernie4_5_moe", ["mm", "route", *SHARED[:3], "quant_experts", "add"]),
+        ("afmoe_sparse", ["mm", "route", *SHARED[:3], "quant_experts", "add"]),
+        ("hy_v3", ["mm", "route", *SHARED[:3], "quant_experts", "add"]),
         ("llama4", ["mm", "route", *SHARED[:3], "mul", "new_ones", "quant_experts", "add"]),
     ],
 )
