@@ -155,8 +155,8 @@ def _fuse_others(modules: Mapping[str, nn.Module]) -> Iterator[FusionRecord]:
         if step := find_norm_step(module):
             bind(module, FusedNorm(step))
             yield FusionRecord(name, type(module).__name__, ("norm",), "", None)
-        elif layouts := find_angles(module):
-            bind(module, FusedAngles(module, layouts, find_own_frequencies(module, layouts)))
+        elif tables := find_angles(module):
+            bind(module, FusedAngles(module, tables, find_own_frequencies(module, tables)))
             yield FusionRecord(name, type(module).__name__, ("rotary",), "", 0.0)
 
 

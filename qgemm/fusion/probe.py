@@ -22,7 +22,7 @@ from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.kernels.routing import ROUTINGS, Routing
-from qgemm.nn.blocks.angles import FREQUENCIES, angles_of
+from qgemm.nn.blocks.angles import FREQUENCIES, Table, angles_of
 from qgemm.nn.blocks.attention import Rotation
 from qgemm.nn.blocks.mixture import RouterStep, ScaledRouter
 
@@ -330,10 +330,10 @@ _FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 @torch.no_grad()
-def find_angles(module: nn.Module) -> dict[str, str]:
-    """The layout of ``rotary_angles`` that computes what a rotary embedding does, bit for bit, by type of layer.
+def find_angles(module: nn.Module) -> dict[str, Table]:
+    """The tables of ``rotary_angles`` that are those of a rotary embedding, bit for bit, by type of layer.
 
-    The type is "" if there are no types. Empty if no layout does.
+    The type is "" if there are no types. Empty if there are others.
     """
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if arguments == ["x", "position_ids"]:
@@ -343,45 +343,46 @@ def find_angles(module: nn.Module) -> dict[str, str]:
         types = [name.removesuffix(f"_{FREQUENCIES}") for name in names]
     else:
         return {}
-    found = {each: _find_layout(module, each) for each in types}
-    return {} if "" in found.values() else found
+    found = {each: _find_table(module, each) for each in types}
+    return {} if None in found.values() else found  # type: ignore[return-value]
 
 
 @torch.no_grad()
-def find_own_frequencies(module: nn.Module, layouts: Mapping[str, str]) -> dict[str, Tensor]:
-    """The frequencies of an embedding with these ``layouts`` that doesn't read its buffer, by type of layer.
+def find_own_frequencies(module: nn.Module, tables: Mapping[str, Table]) -> dict[str, Tensor]:
+    """The frequencies of an embedding with these ``tables`` that doesn't read its buffer, by type of layer.
 
     It computes them in every call, so they stay the same when the model, with its buffers, becomes bfloat16.
     """
     other = copy.copy(module)
     vars(other)["_buffers"] = {name: value * 0.75 for name, value in module._buffers.items() if value is not None}
     found = {}
-    for layer_type, layout in layouts.items():
+    for layer_type, table in tables.items():
         frequencies, _ = angles_of(module, layer_type)
         assert frequencies is not None
         positions = torch.arange(8, device=frequencies.device)[None]
-        if not _has_angles(other, layer_type, positions, layout, torch.float32):
+        if not _has_angles(other, layer_type, positions, table, torch.float32):
             found[layer_type] = frequencies.clone()
     return found
 
 
-def _find_layout(module: nn.Module, layer_type: str) -> str:
+def _find_table(module: nn.Module, layer_type: str) -> Table | None:
     kinds = getattr(module, "rope_type", None)
     frequencies, scale = angles_of(module, layer_type)
     if frequencies is None or frequencies.dim() != 1 or frequencies.is_meta or not isinstance(scale, float):
-        return ""
+        return None
     if (kinds.get(layer_type) if isinstance(kinds, dict) else kinds) not in _FIXED:
-        return ""
+        return None
     positions = torch.arange(512, device=frequencies.device) * torch.tensor([[1], [61]], device=frequencies.device)
-    for layout in ANGLES:
-        if all(_has_angles(module, layer_type, positions, layout, dtype) for dtype in (torch.float32, torch.bfloat16)):
-            return layout
-    return ""
+    for table in (Table(*each) for each in product(ANGLES, (False, True))):
+        if all(_has_angles(module, layer_type, positions, table, dtype) for dtype in (torch.float32, torch.bfloat16)):
+            return table
+    return None
 
 
-def _has_angles(module: Any, layer_type: str, positions: Tensor, layout: str, dtype: torch.dtype) -> bool:
+def _has_angles(module: Any, layer_type: str, positions: Tensor, table: Table, dtype: torch.dtype) -> bool:
     x = torch.empty(0, dtype=dtype, device=positions.device)
-    found = torch.ops.qgemm.rotary_angles(positions, *angles_of(module, layer_type), layout, dtype)
+    dtype = torch.float32 if table.in_float else dtype
+    found = torch.ops.qgemm.rotary_angles(positions, *angles_of(module, layer_type), table.layout, dtype)
     try:
         wanted = type(module).forward(module, x, positions, *([layer_type] if layer_type else []))
         return len(wanted) == 2 and all(map(_is_equal, found, wanted))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +21,26 @@ def angles_of(module: nn.Module, layer_type: str) -> tuple[Tensor | None, float 
     return module._buffers.get(f"{prefix}{FREQUENCIES}"), getattr(module, f"{prefix}{_SCALING}", None)
 
 
+class Table(NamedTuple):
+    """The form of cosines and sines: their layout, as in ``dispatch.rotary_angles``, and whether they are float32.
+
+    Otherwise they have the dtype of the hidden states.
+    """
+
+    layout: str
+    in_float: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class FusedAngles:
     """How a rotary embedding computes: ``cos(position * inv_freq) * attention_scaling``, and sines likewise.
 
-    - ``layouts``: as in ``dispatch.rotary_angles``, by the type of the layers that they are for; "" stands for all
-      types.
+    - ``tables``: their form by the type of the layers that they are for; "" stands for all types.
     - ``own``: the frequencies of an embedding that computes them in every call and doesn't read its buffer, likewise.
     """
 
     module: nn.Module
-    layouts: Mapping[str, str]
+    tables: Mapping[str, Table]
     own: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -46,9 +55,9 @@ class FusedAngles:
         """Cosines and sines in the dtype of ``x`` for ``positions [B, S]``; None if they can't be computed here."""
         if type(x) is not Tensor or type(positions) is not Tensor or positions.dim() != 2:
             return None
-        layout = self.layouts.get(layer_type)
+        table = self.tables.get(layer_type)
         frequencies, scale = angles_of(self.module, layer_type)
-        if layout is None or frequencies is None or not isinstance(scale, float):
+        if table is None or frequencies is None or not isinstance(scale, float):
             return None
         if not x.device == positions.device == frequencies.device:
             return None
@@ -56,7 +65,8 @@ class FusedAngles:
             return None
         if (own := self.own.get(layer_type)) is not None:
             frequencies = self.own[layer_type] = own.to(x.device)
-        cos, sin = torch.ops.qgemm.rotary_angles(positions, frequencies, scale, layout, x.dtype)
+        dtype = torch.float32 if table.in_float else x.dtype
+        cos, sin = torch.ops.qgemm.rotary_angles(positions, frequencies, scale, table.layout, dtype)
         return cos, sin
 
 

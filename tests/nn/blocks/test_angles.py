@@ -13,19 +13,23 @@ from fusion.structures import STRUCTURES
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
 from qgemm.fusion.probe import find_angles
+from qgemm.nn.blocks.angles import Table
 from tests.operators import operators
 
 
-@pytest.mark.parametrize(("family", "layout"), [("llama", "twice"), ("cohere", "each twice"), ("phi", "twice")])
+@pytest.mark.parametrize(
+    ("family", "table"),
+    [("llama", ("twice",)), ("cohere", ("each twice",)), ("phi", ("twice",)), ("olmo2", ("twice", True))],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_angles_are_one_operator(family: str, layout: str, dtype: torch.dtype) -> None:
+def test_angles_are_one_operator(family: str, table: tuple[Any, ...], dtype: torch.dtype) -> None:
     example = FAMILIES[family]()
     model: Any = quantize_model(example.model.to(dtype))
     embedding = model.model.rotary_emb
     x, positions = torch.empty(2, 3, 64, dtype=dtype), torch.tensor([[0, 1, 2], [7, 900, 31_000]])
     expected = embedding(x, positions)
     fuse(model)
-    assert vars(embedding)["_qgemm_fused"].layouts == {"": layout}
+    assert vars(embedding)["_qgemm_fused"].tables == {"": Table(*table)}
     assert operators(embedding, x, position_ids=positions) == ["qgemm.rotary_angles"]
     assert all(map(torch.equal, embedding(x, positions), expected))
     assert ("model.rotary_emb", ("rotary",), 0.0) in [
@@ -72,7 +76,7 @@ def test_an_embedding_may_know_types_of_layers() -> None:
 def test_embeddings_that_stay_as_they_are() -> None:
     model: Any = FAMILIES["llama"]().model
     embedding = model.model.rotary_emb
-    assert find_angles(embedding) == {"": "twice"}
+    assert find_angles(embedding) == {"": Table("twice")}
     for name, value in (("rope_type", "dynamic"), ("attention_scaling", None)):
         other = copy.deepcopy(embedding)
         setattr(other, name, value)
