@@ -156,7 +156,8 @@ def _fuse_others(modules: Mapping[str, nn.Module]) -> Iterator[FusionRecord]:
             bind(module, FusedNorm(step))
             yield FusionRecord(name, type(module).__name__, ("norm",), "", None)
         elif tables := find_angles(module):
-            bind(module, FusedAngles(module, tables, find_own_frequencies(module, tables)))
+            axes = {each: table.axes_on(torch.device("cpu")) for each, table in tables.items()}
+            bind(module, FusedAngles(module, tables, find_own_frequencies(module, tables), axes))
             yield FusionRecord(name, type(module).__name__, ("rotary",), "", 0.0)
 
 

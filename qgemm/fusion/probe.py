@@ -360,6 +360,7 @@ def find_own_frequencies(module: nn.Module, tables: Mapping[str, Table]) -> dict
         frequencies, _ = angles_of(module, layer_type)
         assert frequencies is not None
         positions = torch.arange(8, device=frequencies.device)[None]
+        positions = positions.expand(max(table.axes) + 1, 1, 8) if table.axes else positions
         if not _has_angles(other, layer_type, positions, table, torch.float32):
             found[layer_type] = frequencies.clone()
     return found
@@ -373,21 +374,45 @@ def _find_table(module: nn.Module, layer_type: str) -> Table | None:
     if (kinds.get(layer_type) if isinstance(kinds, dict) else kinds) not in _FIXED:
         return None
     positions = torch.arange(512, device=frequencies.device) * torch.tensor([[1], [61]], device=frequencies.device)
-    for table in (Table(*each) for each in product(ANGLES, (False, True))):
-        if all(_has_angles(module, layer_type, positions, table, dtype) for dtype in (torch.float32, torch.bfloat16)):
-            return table
+    on_axes = torch.stack((positions, positions.flip(1) + 7, positions.roll(100, 1) + 90))
+    for layout, in_float in product(ANGLES, (False, True)):
+        for axes in ((), _find_axes(module, layer_type, on_axes, layout)):
+            table, given = Table(layout, in_float, axes), on_axes if axes else positions
+            if all(_has_angles(module, layer_type, given, table, dtype) for dtype in (torch.float32, torch.bfloat16)):
+                return table
     return None
 
 
-def _has_angles(module: Any, layer_type: str, positions: Tensor, table: Table, dtype: torch.dtype) -> bool:
+def _find_axes(module: nn.Module, layer_type: str, positions: Tensor, layout: str) -> tuple[int, ...]:
+    """The axis of ``positions [A, B, S]`` that each pair of an embedding reads, if it has this ``layout``."""
+    wanted = _angles_at(module, layer_type, positions, torch.float32)
+    if not isinstance(wanted, tuple | list) or len(wanted) != 2:
+        return ()
+    frequencies, scale = angles_of(module, layer_type)
+    known = [torch.ops.qgemm.rotary_angles(each, frequencies, scale, layout, torch.float32) for each in positions]
+    if any(not isinstance(each, Tensor) or each.shape != known[0][0].shape for each in wanted):
+        return ()
+    is_same = torch.stack([((cos == wanted[0]) & (sin == wanted[1])).all(dim=(0, 1)) for cos, sin in known])
+    of_pairs = is_same[:, :: 2 if layout == "each twice" else 1][:, : frequencies.shape[0]]  # type: ignore[union-attr]
+    return tuple(of_pairs.int().argmax(dim=0).tolist())
+
+
+def _angles_at(module: Any, layer_type: str, positions: Tensor, dtype: torch.dtype) -> Any:
+    """What an embedding returns for hidden states in ``dtype``; None if it raises."""
     x = torch.empty(0, dtype=dtype, device=positions.device)
-    dtype = torch.float32 if table.in_float else dtype
-    found = torch.ops.qgemm.rotary_angles(positions, *angles_of(module, layer_type), table.layout, dtype)
     try:
-        wanted = type(module).forward(module, x, positions, *([layer_type] if layer_type else []))
-        return len(wanted) == 2 and all(map(_is_equal, found, wanted))
+        return type(module).forward(module, x, positions, *([layer_type] if layer_type else []))
     except Exception:  # a third-party module may raise anything
-        return False
+        return None
+
+
+def _has_angles(module: Any, layer_type: str, positions: Tensor, table: Table, dtype: torch.dtype) -> bool:
+    frequencies, scale = angles_of(module, layer_type)
+    assert frequencies is not None
+    assert scale is not None
+    found = table.of(positions, frequencies, scale, dtype, table.axes_on(positions.device))
+    wanted = _angles_at(module, layer_type, positions, dtype)
+    return isinstance(wanted, tuple | list) and len(wanted) == 2 and all(map(_is_equal, found, wanted))
 
 
 def _fraction_unlike(module: Callable[[Tensor], Tensor], known: Callable[[Tensor], Tensor], x: Tensor) -> float:

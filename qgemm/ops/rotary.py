@@ -4,7 +4,7 @@
   growth, positions)``: queries, keys, values.
 - ``rotate_and_store(..., k, v, k_scale, v_scale, length)``: queries; keys and values go to a cache.
 - ``store_key_value(key, value, k, v, k_scale, v_scale, length)``: only writes to the cache.
-- ``rotary_angles(positions, frequencies, scale, layout, dtype)``: cosines and sines. They have no gradient.
+- ``rotary_angles(positions, frequencies, scale, layout, dtype, axes)``: cosines and sines. They have no gradient.
 
 The gradients of ``rotate`` are those of its formulas in PyTorch. The operators with a cache have none, not even for
 queries.
@@ -118,16 +118,17 @@ def _rotate_backward(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> list
 
 
 def _angles_fake(
-    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype, axes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    shape = (*positions.shape, checks.check_rotary_angles(positions, frequencies, layout, dtype))
+    columns = checks.check_rotary_angles(positions, frequencies, layout, dtype, axes)
+    shape = (*positions.shape[-2:], columns)
     cos, sin = (positions.new_empty(shape, dtype=dtype) for _ in range(2))
     return cos, sin
 
 
 operator(
-    "rotary_angles(Tensor positions, Tensor frequencies, float scale, str layout, ScalarType dtype) -> "
-    "(Tensor, Tensor)",
+    "rotary_angles(Tensor positions, Tensor frequencies, float scale, str layout, ScalarType dtype, "
+    "Tensor? axes=None) -> (Tensor, Tensor)",
     compute=dispatch.rotary_angles,
     fake=_angles_fake,
 )

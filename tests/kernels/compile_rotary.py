@@ -68,3 +68,10 @@ def rotary_cases() -> Iterator[Case]:
         launcher.rotary_angles(positions, frequencies, 1.0, "twice", BF16)
 
     yield Case("rotary angles", angles)
+
+    def angles_of_axes() -> None:
+        positions, frequencies = torch.empty(3, 1, 1, dtype=torch.int64, device=META), torch.empty(64, device=META)
+        axes = torch.empty(64, dtype=torch.int32, device=META)
+        launcher.rotary_angles(positions, frequencies, 1.0, "twice", BF16, axes)
+
+    yield Case("rotary axes", angles_of_axes)

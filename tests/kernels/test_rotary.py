@@ -336,6 +336,20 @@ def test_angles(layout: str, dtype: torch.dtype, device: torch.device) -> None:
     assert empty.shape == (0, 3, 24 if layout == "once" else 48)
 
 
+def test_angles_of_several_axes(device: torch.device) -> None:
+    positions = torch.randint(9999, (3, 2, 5), device=device)
+    axes = torch.tensor([0, 2, 1, 1, 0, 2], dtype=torch.int32, device=device)
+    frequencies = torch.rand(6, device=device)
+    found = launcher.rotary_angles(positions, frequencies, 1.0, "twice", torch.float32, axes)
+    ours = dispatch.rotary_angles(positions, frequencies, 1.0, "twice", torch.float32, axes)
+    for pair, axis in enumerate(axes.tolist()):
+        given = (positions[axis], frequencies[pair : pair + 1], 1.0, "once", torch.float32)
+        for each, wanted in zip(found, launcher.rotary_angles(*given), strict=True):
+            assert torch.equal(each[..., pair :: len(axes)], wanted.expand(-1, -1, 2))
+        for each, wanted in zip(ours, dispatch.rotary_angles(*given), strict=True):
+            torch.testing.assert_close(each[..., pair :: len(axes)], wanted.expand(-1, -1, 2), rtol=0.0, atol=1e-6)
+
+
 def test_arguments_of_angles() -> None:
     positions, frequencies = torch.zeros(1, 2, dtype=torch.int64), torch.ones(4)
     with pytest.raises(ValueError, match="layout is 'thrice'"):
@@ -346,3 +360,8 @@ def test_arguments_of_angles() -> None:
         dispatch.rotary_angles(positions.float(), frequencies, 1.0, "once", torch.float32)
     with pytest.raises(ValueError, match=r"frequencies is torch\.float32 \[1, 4\]"):
         dispatch.rotary_angles(positions, frequencies[None], 1.0, "once", torch.float32)
+    axes = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"positions is torch\.int64 \[1, 2\]; it must be integers, \[A, B, S\] with"):
+        dispatch.rotary_angles(positions, frequencies, 1.0, "once", torch.float32, axes)
+    with pytest.raises(ValueError, match="axes"):
+        dispatch.rotary_angles(positions[None], frequencies, 1.0, "once", torch.float32, axes[:3])

@@ -10,17 +10,21 @@ from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.numerics.formats import FLOAT_DTYPES, INT8
 
 
-def check_rotary_angles(positions: Tensor, frequencies: Tensor, layout: str, dtype: torch.dtype) -> int:
+def check_rotary_angles(
+    positions: Tensor, frequencies: Tensor, layout: str, dtype: torch.dtype, axes: Tensor | None = None
+) -> int:
     """Raises if ``rotary_angles`` doesn't accept these; returns the number of columns."""
     if layout not in ANGLES:
         raise ValueError(f"layout is {layout!r}; it must be one of {sorted(ANGLES)}")
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"dtype is {dtype}; rotary_angles accepts {names_of(FLOAT_DTYPES)}")
-    if positions.ndim != 2 or positions.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"positions is {positions.dtype} {list(positions.shape)}; it must be integers, [B, S]")
+    wanted = "[B, S]" if axes is None else "[A, B, S] with axes"
+    if positions.ndim != (2 if axes is None else 3) or positions.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"positions is {positions.dtype} {list(positions.shape)}; it must be integers, {wanted}")
     if frequencies.ndim != 1 or frequencies.dtype not in FLOAT_DTYPES:
         raise ValueError(f"frequencies is {frequencies.dtype} {list(frequencies.shape)}; it must be floats, [R / 2]")
-    check_same_device(positions=positions, frequencies=frequencies)
+    check_form("axes", axes, (torch.int32,), frequencies.shape)
+    check_same_device(positions=positions, frequencies=frequencies, axes=axes)
     return frequencies.shape[0] * (1 if layout == "once" else 2)
 
 

@@ -92,12 +92,15 @@ def _rotate_kernel(
 
 @triton.jit
 def _angles_kernel(
-    positions, frequencies, cos, sin,
-    S, HALF, stride_b, stride_s, stride_f,
+    positions, frequencies, axes, cos, sin,
+    S, HALF, stride_a, stride_b, stride_s, stride_f,
     SCALE: tl.constexpr, COPIES: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Each program has a token. ``COPIES`` of a pair's cosine are adjacent, or ``HALF`` columns apart if ``APART``."""
+    """Each program has a token. ``COPIES`` of a pair's cosine are adjacent, or ``HALF`` columns apart if ``APART``.
+
+    ``axes``: see ``dispatch.rotary_angles``.
+    """
     if NEXT_EARLY:
         gdc_launch_dependents()
     if PDL:
@@ -105,14 +108,19 @@ def _angles_kernel(
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     inside = pair < HALF
-    position = tl.load(positions + token // S * stride_b + token % S * stride_s).to(tl.float32)
+    place = positions + token // S * stride_b + token % S * stride_s
+    if axes is None:
+        position = tl.load(place).to(tl.float32)
+    else:
+        axis = tl.load(axes + pair, mask=inside, other=0).to(tl.int64)
+        position = tl.load(place + axis * stride_a, mask=inside, other=0).to(tl.float32)
     angle = position * tl.load(frequencies + pair * stride_f, mask=inside, other=0.0).to(tl.float32)
     c, z = tl.cos(angle) * SCALE, tl.sin(angle) * SCALE
     for copy in tl.static_range(COPIES):
         column = pair + copy * HALF if APART else pair * COPIES + copy
-        place = token * COPIES * HALF + column
-        tl.store(cos + place, rounded(c, cos.dtype.element_ty), mask=inside)
-        tl.store(sin + place, rounded(z, sin.dtype.element_ty), mask=inside)
+        to = token * COPIES * HALF + column
+        tl.store(cos + to, rounded(c, cos.dtype.element_ty), mask=inside)
+        tl.store(sin + to, rounded(z, sin.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -25,24 +25,25 @@ PROGRAMS_PER_SM = 4
 
 
 def rotary_angles(
-    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype, axes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.rotary_angles`` on a GPU."""
-    (B, S), half, copies = positions.shape, frequencies.shape[0], 1 if layout == "once" else 2
+    (B, S), half, copies = positions.shape[-2:], frequencies.shape[0], 1 if layout == "once" else 2
     cos, sin = (torch.empty((B, S, copies * half), dtype=dtype, device=positions.device) for _ in range(2))
     if not cos.numel():
         return cos, sin
-    kind = (rotary_angles, *_kinds(positions, frequencies), scale, layout, dtype)
+    axes = axes if axes is None else axes.contiguous()
+    kind = (rotary_angles, *_kinds(positions, frequencies, axes), scale, layout, dtype)
     launch: Launch | None = plans.get(kind)
     if launch is None:
         limits = device_limits(positions.device)
         block = next_power_of_2(half)
         constants = (scale, copies, layout == "twice", block, limits.pdl, limits.pdl and B * S <= FEW_TOKENS)
-        numbers = (S, half, *positions.stride(), *frequencies.stride())
+        numbers = (S, half, *(() if axes is not None else (0,)), *positions.stride(), *frequencies.stride())
         warps = min(max(block // limits.warp_size, 1), 4)
         launch = Launch(_angles_kernel, B * S, numbers, constants, num_warps=warps, pdl=limits.pdl)
         plans.keep(kind, launch)
-    launch(positions, frequencies, cos, sin)
+    launch(positions, frequencies, axes, cos, sin)
     return cos, sin
 
 

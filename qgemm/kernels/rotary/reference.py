@@ -36,10 +36,11 @@ ANGLES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rotary_angles_reference(
-    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype, axes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.rotary_angles``."""
-    angles = ANGLES[layout](positions[..., None].float() * frequencies.float())
+    of_pairs = positions[..., None] if axes is None else positions.permute(1, 2, 0).index_select(-1, axes)
+    angles = ANGLES[layout](of_pairs.float() * frequencies.float())
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 

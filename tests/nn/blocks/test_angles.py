@@ -58,6 +58,26 @@ def test_frequencies_that_are_converted_later(family: str) -> None:
     assert all(map(torch.equal, embedding(x, positions), type(embedding).forward(embedding, x, positions)))
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_positions_of_several_axes(family: str) -> None:
+    """Pairs of Qwen2.5-VL have the positions of time, height or width in sections; those of Qwen3.5 by turns."""
+    model: Any = quantize_model({**FAMILIES, **STRUCTURES}[family]().model).bfloat16()
+    embedding = model.get_decoder().rotary_emb
+    embedding.inv_freq, embedding.mrope_section = torch.rand(8), [4, 2, 2]
+    x, positions = torch.empty(0, dtype=torch.bfloat16), torch.randint(31_000, (3, 2, 5))
+    one = torch.arange(5)[None, None].expand(3, 2, -1)
+    expected, of_one = embedding(x, positions), embedding(x, one)
+    fuse(model, {})
+    assert {*vars(embedding)["_qgemm_fused"].tables[""].axes} == {0, 1, 2}
+    for given, wanted in ((positions, expected), (one, of_one)):
+        assert operators(embedding, x, given) == ["qgemm.rotary_angles"]
+        assert all(map(torch.equal, embedding(x, given), wanted))
+    # Of fewer axes, or none: what the module itself does with them.
+    assert "qgemm.rotary_angles" not in operators(embedding, x, positions[:1])
+    with pytest.raises((IndexError, RuntimeError)):
+        embedding(x, positions[0])
+
+
 def test_an_embedding_may_know_types_of_layers() -> None:
     model: Any = quantize_model(STRUCTURES["gemma4"]().model)
     embedding = model.model.rotary_emb
