@@ -7,6 +7,7 @@ from assumed_devices import META, Case
 
 from qgemm.kernels.activation import launcher as activate
 from qgemm.kernels.activations import GPT_OSS, GatedActivation
+from qgemm.kernels.gating.launcher import gate_heads
 from qgemm.kernels.hadamard import launcher as rotation
 from qgemm.kernels.norm import launcher as norms
 from qgemm.kernels.norms import MODULATED, Norm, NormCall
@@ -54,6 +55,14 @@ def row_cases() -> Iterator[Case]:
     yield Case("activation bfloat16", lambda: activate.activate(rows(28_672, bf16), "silu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
     yield Case("activation gradients bfloat16", lambda: activation_backward(2880, bf16, GPT_OSS))
+
+    def gated(width: int, function: str) -> None:
+        x, product = rows(4096, bf16)[None].unflatten(-1, (32, 128)), rows(8192, bf16)[None]
+        gate = product.unflatten(-1, (32, 256))[..., 128:][..., :width]
+        gate_heads(x, gate, function)
+
+    yield Case("rows gates", lambda: gated(128, "sigmoid"))
+    yield Case("rows head_gates", lambda: gated(1, "softplus"))
     yield Case("rows reorder bfloat16", lambda: reorder(rows(4096, bf16), rows(4096, torch.int32)[0]))
     yield Case("rows hadamard float16", lambda: rotation.hadamard(rows(4096, fp16)))
     yield Case("rows hadamard longest bfloat16", lambda: rotation.hadamard(rows(rotation.MAX_SIZE, bf16)))

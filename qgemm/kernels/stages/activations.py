@@ -74,6 +74,22 @@ def quick_gelu(x):
 
 
 @triton.jit
+def sigmoid(x):
+    """``1 / (1 + exp(-x))``."""
+    return times_sigmoid(1.0, x)
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + exp(x))``, and ``x`` itself from 20 on, as PyTorch's."""
+    small = tl.exp(tl.where(x > 20.0, 0.0, x))
+    above = 1.0 + small
+    # What the sum loses of a small value, the quotient gives back.
+    log = tl.where(above == 1.0, small, tl.log(above) * (small / tl.where(above == 1.0, 1.0, above - 1.0)))
+    return tl.where(x > 20.0, x, log)
+
+
+@triton.jit
 def gate_value(gate, FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr):
     """The activated gate of ``ACTIVATION``, a ``GatedActivation``. ``FUNCTION``: the device function of its name."""
     if ACTIVATION.limit is not None:
@@ -116,6 +132,11 @@ def up_value(up, ACTIVATION: tl.constexpr):
 def device_activation(name: str, itemsize: int):
     """The device function of ``name`` for values that are rounded to so many bytes."""
     return gelu_of_16_bits if (name, itemsize) == ("gelu", 2) else DEVICE_ACTIVATIONS[name]
+
+
+def device_gate(name: str, itemsize: int):
+    """The same for a function of ``gating.dispatch.GATES``."""
+    return {"sigmoid": sigmoid, "softplus": softplus}.get(name) or device_activation(name, itemsize)
 
 
 DEVICE_ACTIVATIONS = {

@@ -21,6 +21,7 @@ from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.position_bias import POSITION_BIAS, PositionBias
 from qgemm.nn.blocks.steps import NormStep, read
 from qgemm.ops.rotary import rotate
+from qgemm.ops.rows import gate_heads
 
 CACHES = ("cache", "past_key_values", "layer_past")
 """What models call a cache of keys and values among their arguments: since transformers 5.24, and before.
@@ -149,8 +150,8 @@ class FusedAttention:
     - ``by_head``: whether the columns of ``qkv`` are query, key and value of one head, then those of the next.
     - ``values``: where values come from, one of ``rotary.call.VALUES``; ``value_norm``: their norm, if they have one.
     - ``gated``: whether a gate follows each head of the queries; the head's output is multiplied by its sigmoid.
-    - ``gate``, ``gate_function``: a projection whose output, through that function, multiplies heads, or None. It has a
-      column for each of theirs, or for each head.
+    - ``gate``, ``gate_function``: a projection whose output, through that function of ``gating.dispatch.GATES``,
+      multiplies heads, or None. It has a column for each of theirs, or for each head.
     - ``shared``: keys and values that other layers read too, or None. A layer that reads them has none of its own.
     - ``temperature``, ``position_scale``: a factor of queries by their position, or None.
     - ``position_bias``: what is added to the scores if the layer gets no such argument, or None.
@@ -180,7 +181,7 @@ class FusedAttention:
     value_norm: nn.Module | None = None
     gated: bool = False
     gate: MergedWeights | None = None
-    gate_function: Callable[[Tensor], Tensor] = torch.sigmoid
+    gate_function: str = "sigmoid"
     shared: SharedStates | None = None
     temperature: Temperature | None = None
     position_scale: PositionScale | None = None
@@ -243,10 +244,10 @@ class FusedAttention:
         out = self._attend(q, k, v, mask, others)
         del q, k, v
         if gate is not None:
-            out = out * torch.sigmoid(gate)
+            out = gate_heads(out, gate, "sigmoid")
         for operand in gates:
-            factor = self.gate_function(operand.product(x, dtype))
-            out = out * factor.view(*out.shape[:-1], -1)
+            factor = operand.product(x, dtype)
+            out = gate_heads(out, factor.view(*out.shape[:-1], -1), self.gate_function)
         return out_of.product(out.reshape(*shape, -1), dtype, residual)
 
     def _scaled(self, q: Tensor, seen: Any, others: Mapping[str, Any]) -> Tensor:

@@ -25,6 +25,7 @@ from qgemm.nn.blocks.steps import NormStep, add, read
 from qgemm.nn.experts import QuantExperts
 from qgemm.ops.norms import add_norm
 from qgemm.ops.router import route
+from qgemm.ops.rows import gate_heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +155,7 @@ class FusedMixture:
             return self._experts(rows, index, weights, added).view(x.shape)
         shared: Tensor = self.shared(rows)
         if self.shared_gate is not None:
-            shared = F.sigmoid(self.shared_gate(rows)) * shared
+            shared = gate_heads(shared[:, None], self.shared_gate(rows)[:, None], "sigmoid")[:, 0]
         out = self._experts(rows, index, weights, shared).view(x.shape)
         return out if residual is None else residual + out
 
