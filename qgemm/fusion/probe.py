@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from qgemm.device import one_thread
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
+from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.kernels.routing import ROUTINGS, Routing
 from qgemm.nn.blocks.angles import FREQUENCIES, Table, angles_of
@@ -310,6 +311,8 @@ def find_rotation(
         D = R if columns is not None else R + R // 2
         generator = torch.Generator().manual_seed(0)
         x = normal((1, cos.shape[1], 3 * D), generator).to(torch.bfloat16)
+        angles = turned[0], turned[1], None, None
+        given = RotaryCall(x, *angles, "rms", 0.0, 1, 1, interleaved, in_float=in_float)
         for size in (D, R):  # for a function that rotates part of a head, or all of it
             q, k, _ = (each.unflatten(-1, (1, -1)).transpose(1, 2) for each in x[..., : 3 * size].chunk(3, dim=-1))
 
@@ -317,7 +320,7 @@ def find_rotation(
                 return torch.cat(rotate(q, k, *own))  # noqa: B023
 
             def ours(values: Tensor) -> Tensor:
-                q, k, _ = torch.ops.qgemm.rotate(values, *turned, None, None, "rms", 0.0, 1, 1, interleaved)  # noqa: B023
+                q, k, _ = torch.ops.qgemm.rotate(*given._replace(qkv=values))  # noqa: B023
                 return torch.cat((q.transpose(1, 2), k))
 
             if _fraction_unlike(theirs, ours, x[..., : 3 * size].contiguous()) <= _MAX_UNLIKE:

@@ -1,7 +1,7 @@
 """Operations between a merged q|k|v product and attention.
 
 - ``rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values, layout, scale, period,
-  growth, positions)``: queries, keys, values.
+  growth, in_float, positions)``: queries, keys, values.
 - ``rotate_and_store(..., k, v, k_scale, v_scale, length)``: queries; keys and values go to a cache.
 - ``store_key_value(key, value, k, v, k_scale, v_scale, length)``: only writes to the cache.
 - ``rotary_angles(positions, frequencies, scale, layout, dtype, axes)``: cosines and sines. They have no gradient.
@@ -135,7 +135,7 @@ operator(
 
 operator(
     f"rotate({_ROTATE} str values='plain', str layout='in turn', float scale=1.0, float period=0.0, float growth=0.0, "
-    "Tensor? positions=None) -> (Tensor, Tensor, Tensor)",
+    "bool in_float=False, Tensor? positions=None) -> (Tensor, Tensor, Tensor)",
     compute=_rotate,
     fake=_rotate_fake,
     setup_context=_rotate_setup,
@@ -144,8 +144,8 @@ operator(
 
 
 operator(
-    f"rotate_and_store({_ROTATE} str values, str layout, float scale, float period, float growth, Tensor? positions, "
-    f"{_CACHE}) -> Tensor",
+    f"rotate_and_store({_ROTATE} str values, str layout, float scale, float period, float growth, bool in_float, "
+    f"Tensor? positions, {_CACHE}) -> Tensor",
     compute=_rotate_and_store,
     fake=_rotate_and_store_fake,
     **NO_GRADIENT,

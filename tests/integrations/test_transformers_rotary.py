@@ -167,6 +167,7 @@ def test_a_cache_holds_what_a_model_would_store(stored: torch.dtype) -> None:
         1.0,
         0.0,
         0.0,
+        False,
         None,
         *caches,
         *scales,

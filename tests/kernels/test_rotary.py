@@ -128,6 +128,10 @@ def test_values(
     angle = torch.rand(B, S, rotary // 2, device=device) * 6
     turns = [x.float() if in_float32 else x.to(dtype) for x in (angle.cos(), angle.sin())]
     given = RotaryCall(qkv, *turns, *weights, kind, 1e-6, *heads, interleaved)
+    rounding = given._replace(cos=turns[0].to(dtype), sin=turns[1].to(dtype), in_float=True)
+    in_float = rounding._replace(cos=rounding.cos.float(), sin=rounding.sin.float(), in_float=False)
+    assert all(map(torch.equal, launcher.rotate(rounding), launcher.rotate(in_float)))
+    assert all(map(torch.equal, rotate_reference(rounding), rotate_reference(in_float)))
     for ours, theirs in zip(launcher.rotate(given), rotate_reference(given), strict=True):
         assert ours.dtype == dtype
         if norm is None:
@@ -281,20 +285,20 @@ def test_nothing_to_do(B: int, S: int, functions: Any, device: torch.device) -> 
         (11, "by row", "layout is 'by row'; it must be one of"),
         (11, "by head", "q_heads is 4, kv_heads 2 and values 'plain'; by head, each query has a key and a value"),
         (
-            15,
+            16,
             torch.zeros(2, 2, dtype=torch.int64),
             r"positions is torch.int64 \[2, 2\]; it must be integers, \[1 or 2, 3\]",
         ),
-        (15, torch.zeros(2, 3, dtype=torch.int64), "period is 0.0; with positions it must be positive"),
+        (16, torch.zeros(2, 3, dtype=torch.int64), "period is 0.0; with positions it must be positive"),
         (
-            16,
+            17,
             torch.zeros(2, 2, 10, 16, dtype=torch.int8),
             "k is torch.int8; a cache of torch.float32 without scales is",
         ),
-        (17, torch.zeros(2, 2, 9, 16), r"k is \[2, 2, 10, 16\] and v is \[2, 2, 9, 16\]: they must be alike"),
-        (17, torch.zeros(2, 3, 10, 16), r"v is \[2, 3, 10, 16\]; it must be \[2, 2, L, 16\]"),
-        (18, torch.zeros(2, 2, 10), "k_scale and v_scale go together"),
-        (20, torch.zeros(1), r"length is torch.float32 \[1\]; it must be torch.int32 \[1\] or \[2\]"),
+        (18, torch.zeros(2, 2, 9, 16), r"k is \[2, 2, 10, 16\] and v is \[2, 2, 9, 16\]: they must be alike"),
+        (18, torch.zeros(2, 3, 10, 16), r"v is \[2, 3, 10, 16\]; it must be \[2, 2, L, 16\]"),
+        (19, torch.zeros(2, 2, 10), "k_scale and v_scale go together"),
+        (21, torch.zeros(1), r"length is torch.float32 \[1\]; it must be torch.int32 \[1\] or \[2\]"),
     ],
 )
 @pytest.mark.parametrize("where", ["real", "meta"])

@@ -25,7 +25,8 @@ class RotaryCall(NamedTuple):
     cos: Tensor | None
     """``[1 or B, S, R / 2]``, a value for each of a head's first ``R / 2`` pairs.
 
-    Either in the dtype of ``qkv``, with rounding to it at every step, or float32, with one rounding."""
+    Either in the dtype of ``qkv``, with rounding to it at every step unless ``in_float``, or float32, with one
+    rounding."""
     sin: Tensor | None
     q_weight: Tensor | None
     """The weight of a norm: ``[D]``, ``[heads, D]`` or ``[heads * D]``."""
@@ -49,6 +50,8 @@ class RotaryCall(NamedTuple):
 
     Both the factor and the product are rounded, as in Ministral 3."""
     growth: float = 0.0
+    in_float: bool = False
+    """Whether the rotation is computed in float32, with one rounding, also if ``cos`` isn't float32."""
     positions: Tensor | None = None
     """int32 or int64 ``[1 or B, S]``."""
 

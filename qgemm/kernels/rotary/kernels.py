@@ -27,7 +27,7 @@ def _rotate_kernel(
     length_stride,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
     Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, V_WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr,
-    SCALE: tl.constexpr, PERIOD: tl.constexpr, GROWTH: tl.constexpr,
+    SCALE: tl.constexpr, PERIOD: tl.constexpr, GROWTH: tl.constexpr, IN_FLOAT: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Each program has some heads of one token: of its queries, keys or values.
@@ -36,7 +36,7 @@ def _rotate_kernel(
     ``v_offset``, and all have k's strides, except between the heads of queries. ``q_out``: ``[B, S, Q_HEADS, D]``,
     contiguous. ``k_out``, ``v_out``: ``[B, KV_HEADS, L, D]``; if they have scales ``[B, KV_HEADS, L]``, int8.
     ``length_ptr``: see ``dispatch.store_key_value``; None to begin with the first place. ``Q_WEIGHT``, ``K_WEIGHT``,
-    ``V_WEIGHT``: see ``_normalized``. ``SCALE``, ``PERIOD``, ``GROWTH``: of queries, see ``RotaryCall``. ``PDL``,
+    ``V_WEIGHT``: see ``_normalized``. ``SCALE``, ``PERIOD``, ``GROWTH``, ``IN_FLOAT``: see ``RotaryCall``. ``PDL``,
     ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
     """
     if NEXT_EARLY:
@@ -59,7 +59,7 @@ def _rotate_kernel(
             _scaled(
                 _rotated(
                     q_ptr + b * stride_kb + s * stride_ks, block * BLOCK_H + first, d, stride_qh, Q_HEADS, D, HALF,
-                    cos_ptr, sin_ptr, angle, stride_cd, q_weight_ptr, NORM, EPS, Q_WEIGHT, INTERLEAVED,
+                    cos_ptr, sin_ptr, angle, stride_cd, q_weight_ptr, NORM, EPS, Q_WEIGHT, INTERLEAVED, IN_FLOAT,
                 ),
                 positions_ptr, b * stride_pb + s * stride_ps, SCALE, PERIOD, GROWTH,
             ),
@@ -71,7 +71,7 @@ def _rotate_kernel(
                 _rotated(
                     k_ptr + k_offset + b * stride_kb + s * stride_ks, (block - q_blocks) * BLOCK_H + first, d,
                     stride_kh, KV_HEADS, D, HALF, cos_ptr, sin_ptr, angle, stride_cd, k_weight_ptr,
-                    NORM, EPS, K_WEIGHT, INTERLEAVED,
+                    NORM, EPS, K_WEIGHT, INTERLEAVED, IN_FLOAT,
                 ),
                 k_out_ptr + b * stride_okb + place * stride_okl,
                 k_scale_ptr, b * stride_skb + place * stride_skl,
@@ -82,7 +82,7 @@ def _rotate_kernel(
                 _rotated(
                     v_ptr + v_offset + b * stride_vb + s * stride_vs,
                     (block - q_blocks - kv_blocks) * BLOCK_H + first, d, stride_vh, KV_HEADS, D, HALF,
-                    None, None, angle, stride_cd, None, NORM, EPS, V_WEIGHT, INTERLEAVED,
+                    None, None, angle, stride_cd, None, NORM, EPS, V_WEIGHT, INTERLEAVED, IN_FLOAT,
                 ),
                 v_out_ptr + b * stride_ovb + place * stride_ovl,
                 v_scale_ptr, b * stride_svb + place * stride_svl,
@@ -133,7 +133,7 @@ def _load(row, heads, d, stride_h, count, D):
 @triton.jit
 def _rotated(
     row, heads, d, stride_h, count, D, HALF, cos, sin, angle, stride_cd, weight,
-    NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr, IN_FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Values ``d`` of ``heads`` of a token after their norm and rotation, in their dtype."""
     dtype: tl.constexpr = row.dtype.element_ty
@@ -152,14 +152,14 @@ def _rotated(
     if APART:
         y = y.to(tl.float32)
         pair = tl.where(is_first, d, d - HALF)
-        x = _turned(x, tl.where(is_first[None, :], -y, y), pair, turns, cos, sin, angle, stride_cd, dtype)
+        x = _turned(x, tl.where(is_first[None, :], -y, y), pair, turns, cos, sin, angle, stride_cd, dtype, IN_FLOAT)
     elif cos is not None:
         PAIRS: tl.constexpr = x.shape[1] // 2
         first, second = tl.split(tl.reshape(x, (x.shape[0], PAIRS, 2)))
         pair = tl.arange(0, PAIRS)
         turns = pair < HALF
-        new_first = _turned(first, -second.to(tl.float32), pair, turns, cos, sin, angle, stride_cd, dtype)
-        new_second = _turned(second, first, pair, turns, cos, sin, angle, stride_cd, dtype)
+        new_first = _turned(first, -second.to(tl.float32), pair, turns, cos, sin, angle, stride_cd, dtype, IN_FLOAT)
+        new_second = _turned(second, first, pair, turns, cos, sin, angle, stride_cd, dtype, IN_FLOAT)
         x = tl.reshape(tl.join(new_first, new_second), (x.shape[0], 2 * PAIRS))
     return x
 
@@ -178,13 +178,13 @@ def _scaled(x, positions, at, SCALE: tl.constexpr, PERIOD: tl.constexpr, GROWTH:
 
 
 @triton.jit
-def _turned(x, y, pair, turns, cos, sin, angle, stride_cd, dtype: tl.constexpr):
-    """``x * cos + y * sin`` of each ``pair`` that ``turns``, rounded to ``dtype`` as the type of ``cos`` says."""
+def _turned(x, y, pair, turns, cos, sin, angle, stride_cd, dtype: tl.constexpr, IN_FLOAT: tl.constexpr):
+    """``x * cos + y * sin`` of each ``pair`` that ``turns``, rounded to ``dtype`` as ``RotaryCall.cos`` says."""
     at = angle + pair.to(tl.int64) * stride_cd
     c = tl.load(cos + at, mask=turns, other=0.0)[None, :].to(tl.float32)
     z = tl.load(sin + at, mask=turns, other=0.0)[None, :].to(tl.float32)
     own, others = x.to(tl.float32) * c, y.to(tl.float32) * z
-    if cos.dtype.element_ty == dtype:
+    if cos.dtype.element_ty == dtype and not IN_FLOAT:
         own, others = rounded(own, dtype).to(tl.float32), rounded(others, dtype).to(tl.float32)
     return tl.where(turns[None, :], rounded(own + others, dtype), x)
 

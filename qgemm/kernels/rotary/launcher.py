@@ -66,7 +66,7 @@ def store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
         B, heads, S, D = key.shape
         strides = tuple(x.stride(dim) for x in (key, value) for dim in (0, 2, 1))
         sizes = (S, 0, heads, D, 0, store.k.shape[2], 0, 0)
-        no_rotation = ("rms", 0.0, None, None, None, False, 1.0, 1.0, 0.0)
+        no_rotation = ("rms", 0.0, None, None, None, False, 1.0, 1.0, 0.0, False)
         launch = _make_launch(B * S, sizes, (0, *strides, 0, 0, 0, 0, 0), store, no_rotation)
         plans.keep(kind, launch)
     launch(key, key, value, None, None, None, None, None, key, *store)
@@ -84,7 +84,7 @@ def rotate_and_store(call: RotaryCall, store: KeyValueStore) -> Tensor:
 def find_launch(call: RotaryCall, q: Tensor, store: KeyValueStore) -> tuple[Launch, tuple[Tensor | None, ...]]:
     """The launch that writes queries to ``q`` and keys and values to ``store``, and what to call it with."""
     qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values, *_ = call
-    positions, factors = call.positions, (call.scale, call.period, call.growth)
+    positions, factors = call.positions, (call.scale, call.period, call.growth, call.in_float)
     if qkv.stride(2) != 1:
         qkv = qkv.contiguous()
     if sin is not None and cos is not None and sin.stride() != cos.stride():
@@ -124,7 +124,7 @@ def _make_launch(
     """The launch for ``tokens`` tokens in all.
 
     ``sizes``, ``in_strides``: the kernel's numbers up to ``v_offset``, and up to ``stride_ps``. ``rotation``: its
-    constants from ``NORM`` to ``GROWTH``.
+    constants from ``NORM`` to ``IN_FLOAT``.
     """
     k, v, k_scale, v_scale, length = store
     limits = device_limits(k.device)

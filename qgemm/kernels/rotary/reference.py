@@ -9,7 +9,7 @@ head's first R values are R / 2 pairs, and pair ``i`` is rotated by an angle wit
 ``interleaved``: pairs are adjacent, ``x[2 i]`` and ``x[2 i + 1]``. Values from R on stay as they are.
 
 - If ``cos`` has the dtype of ``x``, both products and their sum are rounded to it, as in Llama, Qwen, Gemma, Phi and
-  GLM. If it is float32, everything is float32 with one rounding, as in OLMo 2 and Cohere.
+  GLM. If it is float32, or with ``in_float``, everything is float32 with one rounding, as in OLMo 2 and Cohere.
 - A norm comes first; ``norms.Norm`` says where it rounds. Its weight is ``[D]``, the same for every head;
   ``[heads, D]``, one per head; or ``[heads * D]``, one norm over all heads' values, as in OLMo 2.
 - Values may have the norm, too, without a weight, as in Gemma 4; some of its layers make the values from the keys
@@ -46,7 +46,8 @@ def rotary_angles_reference(
 
 def rotate_reference(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.rotate``."""
-    cos, sin, heads, method = call.cos, call.sin, call.qkv.unflatten(-1, (call.heads, -1)), Norm(call.norm, call.eps)
+    heads, method = call.qkv.unflatten(-1, (call.heads, -1)), Norm(call.norm, call.eps)
+    cos, sin = (x.float() if call.in_float and x is not None else x for x in (call.cos, call.sin))
     q = heads[:, :, :: call.q_step][:, :, : call.q_heads]
     k, v = (heads[:, :, first :: call.k_step][:, :, : call.kv_heads] for first in (call.k_head, call.v_head))
     if call.values != "plain":

@@ -83,7 +83,7 @@ class Rotation:
             values = values[..., : values.shape[-1] // 2]
         elif self.pairs == "other":
             values = values[..., ::2]
-        return values.float() if self.in_float else values
+        return values
 
 
 SHARED_STATES = "shared_kv_states"
@@ -327,7 +327,7 @@ class FusedAttention:
                 return None
             (q_weight, k_weight), kind, eps = weights, self.norms.norm.kind, self.norms.norm.eps
         interleaved = self.rotation is not None and self.rotation.interleaved
-        factors: dict[str, Any] = {}
+        factors: dict[str, Any] = {"in_float": self.rotation is not None and self.rotation.in_float}
         if self._scales_in_rotate:
             factors["scale"] = self.query_scaling
             if (by := self.position_scale) is not None:
