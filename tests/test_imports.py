@@ -116,6 +116,12 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.quantize",
         "qgemm.numerics",
     },
+    "qgemm.kernels.xielu": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.quantize",
+        "qgemm.numerics",
+    },
     "qgemm.kernels.reorder": {"qgemm.kernels.launch", "qgemm.kernels.quantize", "qgemm.numerics"},
     "qgemm.kernels.hadamard": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.numerics"},
     "qgemm.kernels.linear": {

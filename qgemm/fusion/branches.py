@@ -13,13 +13,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router, find_scale, find_scaled_router, passes_on
+from qgemm.fusion.probe import (
+    CHOICE_BIAS,
+    find_activation,
+    find_router,
+    find_scale,
+    find_scaled_router,
+    is_xielu,
+    passes_on,
+)
 from qgemm.fusion.verify import Call, computes_mixture
 from qgemm.nn.blocks.layer_input import FusedLayerInput
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.nn.blocks.mixture import FusedMixture, MlpAndMixture
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
+from qgemm.nn.blocks.xielu import FusedXielu
 from qgemm.nn.experts import QuantExperts, QuantSortedExperts
 
 # The layers of an MLP before its activation, the layer after it, and whether it is gated.
@@ -79,6 +88,7 @@ def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, boo
     if not why_apart(first) and not _fit(first, down[0], gated):
         raise NotFused("the sizes of its layers don't fit each other")
     act = _activation(layer, activation) if activation else _function(layer.get_submodule(holder))
+    act = FusedXielu(act) if is_xielu(act) else act
     return FusedMlp(merge(first), merge(down), act, find_activation(act), gated)
 
 

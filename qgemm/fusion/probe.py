@@ -23,6 +23,8 @@ from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.kernels.routing import ROUTINGS, Routing
+from qgemm.kernels.xielu.coefficients import Coefficients
+from qgemm.kernels.xielu.dispatch import plain as plain_xielu
 from qgemm.nn.blocks.angles import FREQUENCIES, Table, angles_of
 from qgemm.nn.blocks.attention import Rotation
 from qgemm.nn.blocks.mixture import RouterStep, ScaledRouter
@@ -118,11 +120,16 @@ def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
     """
     if isinstance(activation, nn.Module) and [*activation.parameters(), *activation.buffers()]:
         return ""
-    x = normal((_VALUES,), torch.Generator().manual_seed(0)).mul_(2)
-    x[_VALUES // 2 :] *= _LARGE
-    x = x.to(torch.bfloat16)
+    x = _small_and_large()
     same = (name for name, act in ACTIVATIONS.items() if _fraction_unlike(activation, act, x) <= _MAX_UNLIKE)
     return next(same, "") or next((name for name, act in ACTIVATIONS.items() if _rounds_more(activation, act, x)), "")
+
+
+def _small_and_large() -> Tensor:
+    """Inputs of an activation, bfloat16."""
+    x = normal((_VALUES,), torch.Generator().manual_seed(0)).mul_(2)
+    x[_VALUES // 2 :] *= _LARGE
+    return x.to(torch.bfloat16)
 
 
 def _rounds_more(activation: Callable[[Tensor], Tensor], known: Callable[[Tensor], Tensor], x: Tensor) -> bool:
@@ -138,6 +145,25 @@ def _rounds_more(activation: Callable[[Tensor], Tensor], known: Callable[[Tensor
     few = bool((error <= x.double().abs() * 4 * torch.finfo(x.dtype).eps).all())
     is_same = torch.allclose(found, exact, 1e-6, 1e-6)
     return is_same and few and bool((known(x).double() - exact).abs().sum() <= error.sum())
+
+
+@one_thread()
+@torch.no_grad()
+def is_xielu(activation: Any) -> bool:
+    """Whether ``activation`` is a module that computes xIELU, with its coefficients as parameters and buffers."""
+    if not isinstance(activation, nn.Module) or activation._modules:
+        return False
+    own = {**activation._parameters, **activation._buffers}
+    if {*own} != {*Coefficients._fields} or any(each is None or each.numel() != 1 for each in own.values()):
+        return False
+    try:
+        copied = copy.deepcopy(activation).to_empty(device="cpu").to(torch.bfloat16)
+        for name, value in (("alpha_p", 0.7), ("alpha_n", -1.3), ("beta", 0.4), ("eps", -0.25)):
+            getattr(copied, name).fill_(value)
+    except Exception:  # a third-party module may raise anything
+        return False
+    coefficients = Coefficients(*(getattr(copied, name) for name in Coefficients._fields))
+    return _fraction_unlike(copied, lambda x: plain_xielu(x, coefficients), _small_and_large()) <= _MAX_UNLIKE
 
 
 @one_thread()

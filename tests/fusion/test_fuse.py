@@ -84,9 +84,10 @@ NO_CACHE = {
     "nemotron",
     "ministral3",
     "starcoder2",
+    "apertus",
 }
 # Layers as llama's, but for constants and norms: with a cache, they run with --complete alone.
-AS_LLAMA = {"mistral", "qwen2", "nemotron", "ministral3", "starcoder2", "granite", "gemma", "olmo2", "glm"}
+AS_LLAMA = {"mistral", "qwen2", "nemotron", "ministral3", "starcoder2", "granite", "gemma", "olmo2", "glm", "apertus"}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 

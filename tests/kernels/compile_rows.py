@@ -14,6 +14,8 @@ from qgemm.kernels.norms import MODULATED, Norm, NormCall
 from qgemm.kernels.reorder.launcher import reorder
 from qgemm.kernels.sampling import launcher as sampling
 from qgemm.kernels.sampling.choice import Choice
+from qgemm.kernels.xielu.coefficients import Coefficients
+from qgemm.kernels.xielu.launcher import xielu
 from qgemm.numerics.formats import FP8, INT8
 
 
@@ -63,6 +65,8 @@ def row_cases() -> Iterator[Case]:
 
     yield Case("rows gates", lambda: gated(128, "sigmoid"))
     yield Case("rows head_gates", lambda: gated(1, "softplus"))
+    one = torch.empty(1, dtype=bf16, device=META)
+    yield Case("rows xielu", lambda: xielu(rows(4096, bf16), Coefficients(*4 * [one])))
     yield Case("rows reorder bfloat16", lambda: reorder(rows(4096, bf16), rows(4096, torch.int32)[0]))
     yield Case("rows hadamard float16", lambda: rotation.hadamard(rows(4096, fp16)))
     yield Case("rows hadamard longest bfloat16", lambda: rotation.hadamard(rows(rotation.MAX_SIZE, bf16)))
