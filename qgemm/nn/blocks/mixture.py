@@ -111,8 +111,9 @@ class ScaledRouter:
         if module._forward_hooks or module.scale.dtype != rows.dtype:
             _, weights, index = module(rows)
             return weights, index
-        x = add_norm(rows, None, None, rows.new_ones(rows.shape[-1]), None, self.norm)[1]
-        logits = module.proj(x * module.scale * module.scalar_root_size)
+        # What the module multiplies by after its norm is a norm's weight.
+        x = add_norm(rows, None, None, module.scale, None, Norm("rms", self.norm.eps))[1]
+        logits = module.proj(x * module.scalar_root_size)
         weights, index = route(logits, self.routing)
         return weights * module.per_expert_scale[index], index
 

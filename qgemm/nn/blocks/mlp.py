@@ -29,8 +29,8 @@ class FusedMlp:
     """How a module of two or three linear layers computes.
 
     - ``first``: gate and up, or one layer that has both or isn't gated; ``down``: the last layer.
-    - ``activation``: the module's own; ``activation_name``: the one of ``kernels.activations.ACTIVATIONS`` with the
-      same bits, or empty. ``gated``: whether the first half of the columns is the gate of the second half;
+    - ``activation``: the module's own; ``activation_name``: the one of ``kernels.activations.ACTIVATIONS`` that
+      computes the same, or empty. ``gated``: whether the first half of the columns is the gate of the second half;
       ``up_first``: whether it is the other way round.
     """
 
