@@ -23,7 +23,16 @@ from qgemm.fusion.structure import (
     is_layer,
     is_mlp,
 )
-from qgemm.fusion.verify import MAX_ERROR, Call, called_again, error_of, in_eval, random_values, record_calls
+from qgemm.fusion.verify import (
+    MAX_ERROR,
+    Call,
+    called_again,
+    error_beside_activations,
+    error_of,
+    in_eval,
+    random_values,
+    record_calls,
+)
 from qgemm.nn.blocks.angles import FusedAngles
 from qgemm.nn.blocks.binding import bind, fused_of, unbind
 from qgemm.nn.blocks.fused_module import FusedModule
@@ -226,6 +235,8 @@ def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer 
     if len(candidates) > 1:  # they may differ in roundings alone, of which an activation's own may be more
         best = min(candidates, key=lambda candidate: error_of(candidate.with_own_activations(), call))
     error = error_of(best, call)
+    if MAX_ERROR < error < float("inf"):
+        error = min(error, error_beside_activations(best, call))
     if error <= MAX_ERROR:
         return replace(best, returned=returned), error, ""
     off = f" (off by {error:.0%})" if error < float("inf") else ""

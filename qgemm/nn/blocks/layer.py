@@ -161,14 +161,13 @@ class FusedLayer(FusedModule):
         """The weights of all branches' products."""
         return tuple([product for step in self.steps for product in step.branch.products])
 
-    def with_own_activations(self) -> FusedLayer:
-        """The same, with MLPs that call their modules' own activations."""
-        steps = [
-            replace(step, branch=replace(step.branch, activation_name=""))
-            if isinstance(step.branch, FusedMlp)
-            else step
-            for step in self.steps
+    def with_own_activations(self, in_float64: bool = False) -> FusedLayer:
+        """The same, with MLPs that call their modules' own activations, in float64 if that is wanted."""
+        branches = [
+            branch.with_own_activation(in_float64) if isinstance(branch, FusedMlp) else branch
+            for branch in (step.branch for step in self.steps)
         ]
+        steps = [replace(step, branch=branch) for step, branch in zip(self.steps, branches, strict=True)]
         return replace(self, steps=tuple(steps))
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,12 @@ class FusedMlp:
     def products(self) -> tuple[MergedWeights, ...]:
         """The weights of its products."""
         return (self.first, self.down)
+
+    def with_own_activation(self, in_float64: bool) -> FusedMlp:
+        """The same, calling its module's activation, whose result is rounded once if it is computed ``in_float64``."""
+        own = self.activation
+        wide: Callable[[Tensor], Tensor] = lambda h: own(h.double()).to(h.dtype)  # noqa: E731
+        return replace(self, activation=wide if in_float64 and self.activation_name else own, activation_name="")
 
     def __call__(
         self,
