@@ -109,6 +109,19 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.stored_form",
         "qgemm.numerics",
     },
+    "qgemm.kernels.gating": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.activations",
+        "qgemm.kernels.quantize",
+        "qgemm.numerics",
+    },
+    "qgemm.kernels.xielu": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.quantize",
+        "qgemm.numerics",
+    },
     "qgemm.kernels.reorder": {"qgemm.kernels.launch", "qgemm.kernels.quantize", "qgemm.numerics"},
     "qgemm.kernels.hadamard": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.numerics"},
     "qgemm.kernels.linear": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import CodeType, FunctionType
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from qgemm.fusion.branches import NotFused, check_has_no_limits, child_of, code_of, merge
 from qgemm.fusion.probe import find_norm, find_rotation
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of_attention
+from qgemm.kernels.rotary.reference import position_factors_reference
 from qgemm.nn.blocks.attention import (
     CACHES,
     SEQUENCES,
@@ -61,10 +61,7 @@ _HEAD_NORMS = (
 )
 _VALUE_NORM = "v_norm"
 _GATE = ("gate_proj", "g_proj")
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid,
-    "softplus": lambda gate: F.softplus(gate.float()).to(gate.dtype),
-}
+_GATES = ("sigmoid", "softplus")
 _FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 _ROTATE, _ROTATE_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
 _ROTATIONS = "apply_rotary"  # the common beginning of all rotations' names
@@ -174,10 +171,10 @@ def _merged_gate(gate: Any, qkv: MergedWeights) -> MergedWeights:
     return merge([gate])
 
 
-def _gate_function(attention: nn.Module) -> Callable[[Tensor], Tensor]:
+def _gate_function(attention: nn.Module) -> str:
     """The function of a gate that the code names."""
     names = code_of(attention).co_names
-    return next((function for name, function in _GATES.items() if name in names), torch.sigmoid)
+    return next((name for name in _GATES if name in names), _GATES[0])
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -381,7 +378,11 @@ def _position_scale(attention: Any) -> PositionScale | None:
         return None
     function: Any = getattr(sys.modules[type(attention).__module__], _SCALE_BY_POSITION)
     rope = attention.config.rope_parameters
-    return PositionScale(function, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+    factor, length = rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
+    positions = torch.arange(0, 20 * length, max(length // 4, 1), device="cpu")[None]
+    wanted, found = function(positions, factor, length), position_factors_reference(positions, factor, length)
+    is_known = wanted.shape == (1, 1, positions.shape[1], 1) and torch.allclose(found, wanted[:, 0, :, 0], 1e-6)
+    return PositionScale(function, factor, length, is_known)
 
 
 def _values(

@@ -13,13 +13,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router, find_scale, find_scaled_router, passes_on
+from qgemm.fusion.probe import (
+    CHOICE_BIAS,
+    find_activation,
+    find_router,
+    find_scale,
+    find_scaled_router,
+    is_xielu,
+    passes_on,
+)
 from qgemm.fusion.verify import Call, computes_mixture
 from qgemm.nn.blocks.layer_input import FusedLayerInput
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.nn.blocks.mixture import FusedMixture, MlpAndMixture
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
+from qgemm.nn.blocks.xielu import FusedXielu
 from qgemm.nn.experts import QuantExperts, QuantSortedExperts
 
 # The layers of an MLP before its activation, the layer after it, and whether it is gated.
@@ -79,6 +88,7 @@ def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, boo
     if not why_apart(first) and not _fit(first, down[0], gated):
         raise NotFused("the sizes of its layers don't fit each other")
     act = _activation(layer, activation) if activation else _function(layer.get_submodule(holder))
+    act = FusedXielu(act) if is_xielu(act) else act
     return FusedMlp(merge(first), merge(down), act, find_activation(act), gated)
 
 
@@ -120,8 +130,9 @@ def find_mixture(module: nn.Module, call: Call, beside: nn.Module | None = None)
     children = {name: child for name, child in own if child is not None and not isinstance(child, nn.Identity)}
     router, shared, experts = child_of(module, _ROUTER), child_of(module, _SHARED), children.get("experts")
     others = set(children) - {router, shared, _SHARED_GATE, "experts"}
-    buffers = set(module._buffers) - {*CHOICE_BIAS}  # MiniMax-M2's router gets it as an argument
-    if type(experts) not in (QuantExperts, QuantSortedExperts) or not router or others or module._parameters or buffers:
+    # MiniMax-M2's router, and AFMoE's, get the bias as an argument.
+    others |= {*module._buffers, *module._parameters} - {*CHOICE_BIAS}
+    if type(experts) not in (QuantExperts, QuantSortedExperts) or not router or others:
         raise NotFused(f"{type(module).__name__} is called as it is")
     step, gate = find_router(children[router], module), children.get(_SHARED_GATE)
     assert isinstance(experts, QuantExperts)

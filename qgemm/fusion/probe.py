@@ -20,9 +20,12 @@ from torch.nn import functional as F
 from qgemm.device import one_thread
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
+from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.kernels.routing import ROUTINGS, Routing
-from qgemm.nn.blocks.angles import FREQUENCIES, angles_of
+from qgemm.kernels.xielu.coefficients import Coefficients
+from qgemm.kernels.xielu.dispatch import plain as plain_xielu
+from qgemm.nn.blocks.angles import FREQUENCIES, Table, angles_of
 from qgemm.nn.blocks.attention import Rotation
 from qgemm.nn.blocks.mixture import RouterStep, ScaledRouter
 
@@ -110,13 +113,57 @@ def passes_on(module: nn.Module) -> bool:
 @one_thread()
 @torch.no_grad()
 def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
-    """The name of ``activation`` in ``ACTIVATIONS``; empty if it isn't one of them, or has parameters or buffers."""
+    """The name of ``activation`` in ``ACTIVATIONS``; empty if it isn't one of them, or has parameters or buffers.
+
+    It gives the same bits, or computes the same with more roundings, as activations do that are written out with
+    PyTorch's operators (``gelu_new``).
+    """
     if isinstance(activation, nn.Module) and [*activation.parameters(), *activation.buffers()]:
         return ""
+    x = _small_and_large()
+    same = (name for name, act in ACTIVATIONS.items() if _fraction_unlike(activation, act, x) <= _MAX_UNLIKE)
+    return next(same, "") or next((name for name, act in ACTIVATIONS.items() if _rounds_more(activation, act, x)), "")
+
+
+def _small_and_large() -> Tensor:
+    """Inputs of an activation, bfloat16."""
     x = normal((_VALUES,), torch.Generator().manual_seed(0)).mul_(2)
     x[_VALUES // 2 :] *= _LARGE
-    x = x.to(torch.bfloat16)
-    return next((name for name, act in ACTIVATIONS.items() if _fraction_unlike(activation, act, x) <= _MAX_UNLIKE), "")
+    return x.to(torch.bfloat16)
+
+
+def _rounds_more(activation: Callable[[Tensor], Tensor], known: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Whether ``activation`` of ``x`` differs from ``known`` by roundings alone, and is less exact on average."""
+    exact = known(x.double())
+    try:
+        found, rounded = activation(x.double()), activation(x.clone())
+    except Exception:  # a third-party module may raise anything
+        return False
+    if [each.dtype for each in (found, rounded)] != [exact.dtype, x.dtype] or found.shape != exact.shape:
+        return False
+    error = (rounded.double() - exact).abs()
+    few = bool((error <= x.double().abs() * 4 * torch.finfo(x.dtype).eps).all())
+    is_same = torch.allclose(found, exact, 1e-6, 1e-6)
+    return is_same and few and bool((known(x).double() - exact).abs().sum() <= error.sum())
+
+
+@one_thread()
+@torch.no_grad()
+def is_xielu(activation: Any) -> bool:
+    """Whether ``activation`` is a module that computes xIELU, with its coefficients as parameters and buffers."""
+    if not isinstance(activation, nn.Module) or activation._modules:
+        return False
+    own = {**activation._parameters, **activation._buffers}
+    if {*own} != {*Coefficients._fields} or any(each is None or each.numel() != 1 for each in own.values()):
+        return False
+    try:
+        copied = copy.deepcopy(activation).to_empty(device="cpu").to(torch.bfloat16)
+        for name, value in (("alpha_p", 0.7), ("alpha_n", -1.3), ("beta", 0.4), ("eps", -0.25)):
+            getattr(copied, name).fill_(value)
+    except Exception:  # a third-party module may raise anything
+        return False
+    coefficients = Coefficients(*(getattr(copied, name) for name in Coefficients._fields))
+    return _fraction_unlike(copied, lambda x: plain_xielu(x, coefficients), _small_and_large()) <= _MAX_UNLIKE
 
 
 @one_thread()
@@ -143,6 +190,9 @@ def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
         return called
     # bfloat16 shows what is rounded, float32 shows which of two formulas for one value it is.
     calls = [_call_router(called, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    if calls == [None, None]:
+        called = replace(called, takes_batch=True)
+        calls = [_call_router(called, dtype) for dtype in (torch.bfloat16, torch.float32)]
     for found, in_float in _routings(router, called.top_k, bias is not None):
         if all(call and call.is_of(found, in_float) for call in calls):
             return replace(called, routing=found, in_float=in_float)
@@ -152,7 +202,8 @@ def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
 def _routings(router: nn.Module, top_k: int, is_biased: bool) -> Iterator[tuple[Routing, bool]]:
     """The possible routings of ``router``, and whether its product is computed in float32."""
     groups, kept_groups = (int(getattr(router, name, None) or 1) for name in ("num_group", "topk_group"))
-    scale, floor = float(getattr(router, "routed_scaling_factor", 1.0)), float(getattr(router, "norm_min", 0.0))
+    scale = next((float(getattr(router, name)) for name in _SCALES if hasattr(router, name)), 1.0)
+    floor = float(getattr(router, "norm_min", 0.0))
     for kind, normalized, rounds, in_float in product(ROUTINGS, (True, False), (False, True), (False, True)):
         # Models add it to a sum of sigmoids; in MiniMax-M2, which doesn't, no sum is that small.
         least = 1e-20 if kind == "sigmoid" and normalized else floor
@@ -189,6 +240,9 @@ def find_scaled_router(router: Any) -> ScaledRouter | None:
             return None
     return replace(found, module=router)
 
+
+_SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+"""Names of a factor of all weights."""
 
 CHOICE_BIAS = ("e_score_correction_bias", "expert_bias")
 """Names of a bias that counts only in the choice of experts."""
@@ -251,7 +305,7 @@ def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
     x[_ROWS // 2 :] *= _LARGE
     x = x.to(dtype)
     try:
-        out = own(x, *told)
+        out = own(x[None] if router.takes_batch else x, *told)
         weights, index = router.chosen(x, out)
     except Exception:  # a third-party module may raise anything
         return None
@@ -284,6 +338,8 @@ def find_rotation(
         D = R if columns is not None else R + R // 2
         generator = torch.Generator().manual_seed(0)
         x = normal((1, cos.shape[1], 3 * D), generator).to(torch.bfloat16)
+        angles = turned[0], turned[1], None, None
+        given = RotaryCall(x, *angles, "rms", 0.0, 1, 1, interleaved, in_float=in_float)
         for size in (D, R):  # for a function that rotates part of a head, or all of it
             q, k, _ = (each.unflatten(-1, (1, -1)).transpose(1, 2) for each in x[..., : 3 * size].chunk(3, dim=-1))
 
@@ -291,7 +347,7 @@ def find_rotation(
                 return torch.cat(rotate(q, k, *own))  # noqa: B023
 
             def ours(values: Tensor) -> Tensor:
-                q, k, _ = torch.ops.qgemm.rotate(values, *turned, None, None, "rms", 0.0, 1, 1, interleaved)  # noqa: B023
+                q, k, _ = torch.ops.qgemm.rotate(*given._replace(qkv=values))  # noqa: B023
                 return torch.cat((q.transpose(1, 2), k))
 
             if _fraction_unlike(theirs, ours, x[..., : 3 * size].contiguous()) <= _MAX_UNLIKE:
@@ -304,10 +360,10 @@ _FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 @torch.no_grad()
-def find_angles(module: nn.Module) -> dict[str, str]:
-    """The layout of ``rotary_angles`` that computes what a rotary embedding does, bit for bit, by type of layer.
+def find_angles(module: nn.Module) -> dict[str, Table]:
+    """The tables of ``rotary_angles`` that are those of a rotary embedding, bit for bit, by type of layer.
 
-    The type is "" if there are no types. Empty if no layout does.
+    The type is "" if there are no types. Empty if there are others.
     """
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if arguments == ["x", "position_ids"]:
@@ -317,50 +373,76 @@ def find_angles(module: nn.Module) -> dict[str, str]:
         types = [name.removesuffix(f"_{FREQUENCIES}") for name in names]
     else:
         return {}
-    found = {each: _find_layout(module, each) for each in types}
-    return {} if "" in found.values() else found
+    found = {each: _find_table(module, each) for each in types}
+    return {} if None in found.values() else found  # type: ignore[return-value]
 
 
 @torch.no_grad()
-def find_own_frequencies(module: nn.Module, layouts: Mapping[str, str]) -> dict[str, Tensor]:
-    """The frequencies of an embedding with these ``layouts`` that doesn't read its buffer, by type of layer.
+def find_own_frequencies(module: nn.Module, tables: Mapping[str, Table]) -> dict[str, Tensor]:
+    """The frequencies of an embedding with these ``tables`` that doesn't read its buffer, by type of layer.
 
     It computes them in every call, so they stay the same when the model, with its buffers, becomes bfloat16.
     """
     other = copy.copy(module)
     vars(other)["_buffers"] = {name: value * 0.75 for name, value in module._buffers.items() if value is not None}
     found = {}
-    for layer_type, layout in layouts.items():
+    for layer_type, table in tables.items():
         frequencies, _ = angles_of(module, layer_type)
         assert frequencies is not None
         positions = torch.arange(8, device=frequencies.device)[None]
-        if not _has_angles(other, layer_type, positions, layout, torch.float32):
+        positions = positions.expand(max(table.axes) + 1, 1, 8) if table.axes else positions
+        if not _has_angles(other, layer_type, positions, table, torch.float32):
             found[layer_type] = frequencies.clone()
     return found
 
 
-def _find_layout(module: nn.Module, layer_type: str) -> str:
+def _find_table(module: nn.Module, layer_type: str) -> Table | None:
     kinds = getattr(module, "rope_type", None)
     frequencies, scale = angles_of(module, layer_type)
     if frequencies is None or frequencies.dim() != 1 or frequencies.is_meta or not isinstance(scale, float):
-        return ""
+        return None
     if (kinds.get(layer_type) if isinstance(kinds, dict) else kinds) not in _FIXED:
-        return ""
+        return None
     positions = torch.arange(512, device=frequencies.device) * torch.tensor([[1], [61]], device=frequencies.device)
-    for layout in ANGLES:
-        if all(_has_angles(module, layer_type, positions, layout, dtype) for dtype in (torch.float32, torch.bfloat16)):
-            return layout
-    return ""
+    on_axes = torch.stack((positions, positions.flip(1) + 7, positions.roll(100, 1) + 90))
+    for layout, in_float in product(ANGLES, (False, True)):
+        for axes in ((), _find_axes(module, layer_type, on_axes, layout)):
+            table, given = Table(layout, in_float, axes), on_axes if axes else positions
+            if all(_has_angles(module, layer_type, given, table, dtype) for dtype in (torch.float32, torch.bfloat16)):
+                return table
+    return None
 
 
-def _has_angles(module: Any, layer_type: str, positions: Tensor, layout: str, dtype: torch.dtype) -> bool:
+def _find_axes(module: nn.Module, layer_type: str, positions: Tensor, layout: str) -> tuple[int, ...]:
+    """The axis of ``positions [A, B, S]`` that each pair of an embedding reads, if it has this ``layout``."""
+    wanted = _angles_at(module, layer_type, positions, torch.float32)
+    if not isinstance(wanted, tuple | list) or len(wanted) != 2:
+        return ()
+    frequencies, scale = angles_of(module, layer_type)
+    known = [torch.ops.qgemm.rotary_angles(each, frequencies, scale, layout, torch.float32) for each in positions]
+    if any(not isinstance(each, Tensor) or each.shape != known[0][0].shape for each in wanted):
+        return ()
+    is_same = torch.stack([((cos == wanted[0]) & (sin == wanted[1])).all(dim=(0, 1)) for cos, sin in known])
+    of_pairs = is_same[:, :: 2 if layout == "each twice" else 1][:, : frequencies.shape[0]]  # type: ignore[union-attr]
+    return tuple(of_pairs.int().argmax(dim=0).tolist())
+
+
+def _angles_at(module: Any, layer_type: str, positions: Tensor, dtype: torch.dtype) -> Any:
+    """What an embedding returns for hidden states in ``dtype``; None if it raises."""
     x = torch.empty(0, dtype=dtype, device=positions.device)
-    found = torch.ops.qgemm.rotary_angles(positions, *angles_of(module, layer_type), layout, dtype)
     try:
-        wanted = type(module).forward(module, x, positions, *([layer_type] if layer_type else []))
-        return len(wanted) == 2 and all(map(_is_equal, found, wanted))
+        return type(module).forward(module, x, positions, *([layer_type] if layer_type else []))
     except Exception:  # a third-party module may raise anything
-        return False
+        return None
+
+
+def _has_angles(module: Any, layer_type: str, positions: Tensor, table: Table, dtype: torch.dtype) -> bool:
+    frequencies, scale = angles_of(module, layer_type)
+    assert frequencies is not None
+    assert scale is not None
+    found = table.of(positions, frequencies, scale, dtype, table.axes_on(positions.device))
+    wanted = _angles_at(module, layer_type, positions, dtype)
+    return isinstance(wanted, tuple | list) and len(wanted) == 2 and all(map(_is_equal, found, wanted))
 
 
 def _fraction_unlike(module: Callable[[Tensor], Tensor], known: Callable[[Tensor], Tensor], x: Tensor) -> float:

@@ -144,19 +144,35 @@ def called_again(layer: nn.Module, call: Call, defaults: Mapping[str, Any]) -> C
 def error_of(fused: FusedLayer, call: Call) -> float:
     """The difference between the output of ``fused`` and the layer's in ``call``, relative to what the layer adds."""
     expected = call.output[0] if isinstance(call.output, tuple) else call.output
-    context = {**fused.defaults, **call.others}
-    operands = fused.operands()
-    if operands is None:
-        return float("inf")
-    try:
-        out = fused(call.x, operands, context)
-    except Exception:  # a wrong candidate may raise anything
-        return float("inf")
-    if out.shape != expected.shape or out.dtype != expected.dtype:
+    out, context = _output_of(fused, call)
+    if out is None or out.shape != expected.shape or out.dtype != expected.dtype:
         return float("inf")
     if fused.returns_bias and not torch.equal(context[POSITION_BIAS], call.output[1]):
         return float("inf")
     return relative_error(out, expected, None if fused.form == "alone" else call.x)
+
+
+@torch.no_grad()
+def error_beside_activations(fused: FusedLayer, call: Call) -> float:
+    """``error_of``, leaving out what an activation's own roundings explain, of which ``fused`` has fewer.
+
+    With its modules' own activations ``fused`` is compared with the layer, and without, with these in float64.
+    """
+    exact, _ = _output_of(fused.with_own_activations(in_float64=True), call)
+    if exact is None:
+        return float("inf")
+    others = call.output[1:] if isinstance(call.output, tuple) else ()
+    of_exact = replace(call, output=(exact, *others))
+    return max(error_of(fused.with_own_activations(), call), error_of(fused, of_exact))
+
+
+def _output_of(fused: FusedLayer, call: Call) -> tuple[Tensor | None, MutableMapping[str, Any]]:
+    """The output of ``fused``, None if it raises, and the arguments, some of which it may have set."""
+    context, operands = {**fused.defaults, **call.others}, fused.operands()
+    try:
+        return None if operands is None else fused(call.x, operands, context), context
+    except Exception:  # a wrong candidate may raise anything
+        return None, context
 
 
 @torch.no_grad()

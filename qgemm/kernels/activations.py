@@ -19,8 +19,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: _rounded_once(x, lambda wide: wide * torch.sigmoid(1.702 * wide)),
 }
-"""By name; ``stages/activations.py`` has their device code. ``"gelu"`` is exact (erf), ``"relu2"`` ``relu(x) ** 2``."""
+"""By name; ``stages/activations.py`` has their device code. Each rounds once.
+
+``"gelu"`` is exact (erf), ``"relu2"`` ``relu(x) ** 2``, ``"quick_gelu"`` CLIP's ``x * sigmoid(1.702 * x)``.
+"""
+
+
+def _rounded_once(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """``function`` of ``x`` in float32, or in float64 if ``x`` is that."""
+    return function(x.float()).to(x.dtype) if x.itemsize < 4 else function(x)
+
 
 MATMUL_ACTIVATIONS = ("gelu", "relu", "silu")
 """The activations that ``matmul`` applies."""

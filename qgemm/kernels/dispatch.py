@@ -181,9 +181,9 @@ def activation_quantize(
     """``quantize_rows`` of ``act(gate) * up`` in one kernel: the step between the two products of an MLP.
 
     ``x``: float16, bfloat16 or float32, ``[..., 2I]`` with all gates before the ups, or ``[..., I]`` without ``gated``:
-    then ``act(x)``. ``activation``: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"relu"`` or ``"relu2"``; it is
-    rounded to the dtype of ``x``, and so is the product, as float modules do. Returns ``q [..., I]`` and ``row_scale``
-    as from ``quantize_rows``.
+    then ``act(x)``. ``activation``: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"relu"``, ``"relu2"`` or
+    ``"quick_gelu"``; it is rounded to the dtype of ``x``, and so is the product, as float modules do. Returns
+    ``q [..., I]`` and ``row_scale`` as from ``quantize_rows``.
 
     ``prefix``: ``[..., P]``: ``cat(prefix, ...)`` is quantized, ``[..., P + I]``. ``up_first``: all ups are before the
     gates, as in diffusers' GEGLU.

@@ -125,9 +125,10 @@ def _activation_backward(activation: GatedActivation, h: Tensor, grad: Tensor) -
 
 def _gate_backward(activation: GatedActivation, gate: Tensor, grad: Tensor) -> Tensor:
     out: Tensor
-    if activation.name == "silu":
-        sigmoid = torch.sigmoid(activation.alpha * gate)
-        out = grad * sigmoid * (1 + activation.alpha * gate * (1 - sigmoid))
+    if activation.name in ("silu", "quick_gelu"):
+        alpha = activation.alpha if activation.name == "silu" else 1.702
+        sigmoid = torch.sigmoid(alpha * gate)
+        out = grad * sigmoid * (1 + alpha * gate * (1 - sigmoid))
     elif activation.name == "relu":
         out = torch.ops.aten.threshold_backward(grad, gate, 0)
     elif activation.name == "relu2":

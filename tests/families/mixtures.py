@@ -128,6 +128,26 @@ MIXTURES: dict[str, Callable[[], Example]] = {
         mamba_dt_rank=4,
         use_mamba_kernels=False,
     ),
+    # Routers that are told a bias, and have names of their own for a factor.
+    "afmoe_sparse": language_model(
+        "AfmoeForCausalLM",
+        **{**_NARROW, "pad_token_id": 0},
+        num_experts=8,
+        num_dense_layers=1,
+        num_shared_experts=1,
+        route_scale=2.5,
+        head_dim=16,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "hy_v3": language_model(
+        "HYV3ForCausalLM",
+        **{**_NARROW, "pad_token_id": 0},
+        num_local_experts=8,
+        num_shared_experts=1,
+        router_scaling_factor=2.5,
+        head_dim=16,
+    ),
     # A mixture beside an MLP.
     "gemma4_moe": language_model(
         "Gemma4ForCausalLM",

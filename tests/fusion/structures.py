@@ -72,6 +72,7 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
     "starcoder2": _text("Starcoder2ForCausalLM"),
     "ministral3": _text("Ministral3ForCausalLM", head_dim=16),
     "nemotron": _text("NemotronForCausalLM"),
+    "apertus": _text("ApertusForCausalLM"),  # whose activation has parameters
     # Norms of heads in each of their ways.
     "cohere_heads": _text("CohereForCausalLM", use_qk_norm=True),
     "phi_heads": _text("PhiForCausalLM", qk_layernorm=True),

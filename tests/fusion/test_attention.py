@@ -11,10 +11,13 @@ import pytest
 import torch
 from families import FAMILIES, VOCABULARY, Example
 from families.example import language_model
+from families.mixtures import MIXTURES
 from torch import nn
 
+from fusion.structures import STRUCTURES
 from qgemm import fuse, fusion_report, quantize_model
 from qgemm.fusion.attention import _cache_name
+from qgemm.kernels.gating import dispatch, launcher
 from qgemm.nn.blocks.binding import fused_of
 
 SMALL: dict[str, Any] = {
@@ -32,7 +35,7 @@ SMALL: dict[str, Any] = {
 
 
 def quantized(family: str) -> Example:
-    example = FAMILIES[family]()
+    example = {**FAMILIES, **MIXTURES, **STRUCTURES}[family]()
     quantize_model(example.model)
     return example
 
@@ -133,3 +136,16 @@ def test_what_is_used_no_more_is_freed() -> None:
     angles = example.model.model.rotary_emb(x, torch.arange(3)[None])
     attention(x, watched, None, x.dtype, {"position_embeddings": angles, "attention_mask": None})
     assert left == [0, 0, 0]
+
+
+@pytest.mark.parametrize("family", ["afmoe", "laguna", "qwen3_5", "gemma4", "qwen2_moe"])
+def test_gates_by_the_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of attention's output, of a layer's input, and of a shared expert."""
+    example = quantized(family)
+    fuse(example.model)
+    expected, calls = example.output(), []
+    gate_heads = launcher.gate_heads
+    monkeypatch.setattr(launcher, "gate_heads", lambda *given: calls.append(1) or gate_heads(*given))  # type: ignore
+    monkeypatch.setattr(dispatch, "_fits", lambda *given: True)
+    torch.testing.assert_close(example.output(), expected, rtol=1e-3, atol=1e-3)
+    assert calls

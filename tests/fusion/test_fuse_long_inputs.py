@@ -14,6 +14,7 @@ from torch import nn
 from qgemm import fuse, fusion_report, quantize_model, unfuse
 from qgemm.nn.blocks.binding import fused_of
 from tests.fusion.test_fuse import BOTH, fused_parts, quantized
+from tests.operators import Operators
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
@@ -40,6 +41,23 @@ def test_queries_grow_with_their_position(name: str, settings: dict[str, Any], d
     fuse(example.model)
     assert fused_parts(example.model) == (BOTH, BOTH)
     assert torch.equal(example.output(), expected)
+
+
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_another_growth_is_computed_by_the_model(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.ministral3 import modeling_ministral3 as modeling
+
+    own, name = modeling.get_llama_4_attn_scale, "get_llama_4_attn_scale"
+    monkeypatch.setattr(modeling, name, lambda *given: own(*given).clamp(max=limit) if limit else own(*given))
+    example = language_model(MODELS[0][0], **{**SIZES, **MODELS[0][1]})()
+    example.inputs = {"input_ids": tokens(24)}
+    quantize_model(example.model)
+    expected = example.output()
+    fuse(example.model)
+    assert fused_parts(example.model) == (BOTH, BOTH)
+    with Operators() as counted:
+        assert torch.equal(example.output(), expected)
+    assert counted.names.count("aten.log") == (0 if limit is None else 2)
 
 
 def test_attention_that_calls_unknown_functions(monkeypatch: pytest.MonkeyPatch) -> None:

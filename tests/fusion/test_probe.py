@@ -113,13 +113,33 @@ def test_activations_are_found() -> None:
         assert find_activation(activation) == name
     names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
     assert {name: find_activation(ACT2FN[name]) for name in names} == names
-    # The same function, with more roundings.
-    assert find_activation(ACT2FN["gelu_new"]) == ""
-    for name in ("relu6", "gelu_10"):  # which limit few values
+    for name in ("relu6", "gelu_10", "mish", "laplace"):  # the first two limit few values
         assert find_activation(ACT2FN[name]) == ""
     assert find_activation(nn.Tanh()) == ""
     assert find_activation(nn.Bilinear(2, 2, 2)) == ""
     assert find_activation(nn.PReLU(init=0)) == ""  # a ReLU until it is trained
+
+
+def test_activations_with_more_roundings_are_found() -> None:
+    from transformers.activations import ACT2FN
+
+    names = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh")
+    names |= {"gelu_python": "gelu", "quick_gelu": "quick_gelu"}
+    x = torch.randn(4096).mul(3).bfloat16()
+    for name, known in names.items():
+        assert find_activation(ACT2FN[name]) == known, name
+        exact = ACTIVATIONS[known](x.double())
+        own, ours = ((act(x).double() - exact).square().mean() for act in (ACT2FN[name], ACTIVATIONS[known]))
+        assert ours < own
+    # Something else, though close to it; and the same, but less exact than roundings explain.
+    near = {
+        "another constant": lambda x: 0.5 * x * (1 + torch.tanh(0.79788 * (x + 0.0448 * x**3))),
+        "a limit": lambda x: ACT2FN["gelu_new"](x).clamp(max=64),
+        "in 8 bits": lambda x: ACT2FN["gelu_new"](x) if x.dtype == torch.float64 else x.to(torch.float8_e5m2).to(x),
+        "in place": lambda x: x.mul_(torch.sigmoid(1.702 * x)).mul_(1.01),
+        "another dtype": lambda x: ACT2FN["gelu_new"](x).float(),
+    }
+    assert {name: find_activation(each) for name, each in near.items()} == dict.fromkeys(near, "")
 
 
 def test_rotations_of_models() -> None:

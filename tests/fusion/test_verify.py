@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from qgemm.fusion.siblings import SiblingWatch
 from qgemm.fusion.structure import arguments_of, find_candidates
 from qgemm.fusion.verify import MAX_ERROR, called_again, error_of, random_values, record_calls, relative_error
 from qgemm.kernels.norms import Norm
+from qgemm.nn.blocks.binding import fused_of
 from tests.fusion.test_fuse import BOTH, MIXTURE, fused_parts, quantized
 
 
@@ -90,6 +92,33 @@ def with_norms(fused: Any, kind: str) -> Any:
         return replace(step, norm=replace(step.norm, norm=Norm(kind, step.norm.norm.eps)))
 
     return replace(fused, steps=tuple(map(other, fused.steps)))
+
+
+def _with_imprecise_activations() -> Any:
+    """A GPT-2 whose activation, ``gelu_new``, rounds off a tenth of its small values."""
+    model: Any = quantized("gpt2").model.bfloat16()
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.mlp.c_fc.bias[:] = -3.0
+            block.mlp.c_fc.weight_scale *= 0.1
+            block.mlp.c_proj.weight_scale *= 100.0  # so that the MLP outweighs attention
+    return model
+
+
+def test_roundings_of_the_layer_s_own_activation_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _with_imprecise_activations()
+    fuse(model)
+    assert fused_parts(model) == (BOTH, BOTH)
+    branch = fused_of(model.transformer.h[0]).steps[1].branch
+    assert branch.activation_name == "gelu_tanh"
+    # Without that, they would be too much; and an activation that the model hasn't is too much in any case.
+    fusing = sys.modules["qgemm.fusion.fuse"]  # the package has a function of that name
+    monkeypatch.setattr(fusing, "error_beside_activations", lambda *given: float("inf"))
+    assert () in fused_parts(fuse(model))
+    monkeypatch.undo()
+    for other in ("relu", "silu"):
+        monkeypatch.setattr("qgemm.fusion.branches.find_activation", lambda activation: other)  # noqa: B023
+        assert fused_parts(fuse(model)) == ((), ())
 
 
 def test_a_scale_counts_for_more_than_roundings() -> None:

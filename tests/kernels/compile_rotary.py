@@ -44,6 +44,16 @@ def rotary_cases() -> Iterator[Case]:
         label = f"rotary {words}{tokens} x {heads[0]} x {D} {norm} {str(stored).removeprefix('torch.')}"
         yield Case(label, lambda t=tokens, h=heads, d=D, n=norm, s=stored, p=pairs: store(t, h, d, n, s, p))
 
+    def rotate(heads: int, layout: str, *factors: float) -> None:
+        qkv = torch.empty(1, 1, 3 * heads * 80, dtype=BF16, device=META)
+        turns = [torch.empty(1, 1, 16, dtype=BF16, device=META) for _ in range(2)]
+        positions = torch.empty(1, 1, dtype=torch.int64, device=META) if factors else None
+        given = (qkv, *turns, None, None, "rms", 1e-6, heads, heads, False, "plain", layout)
+        launcher.rotate(RotaryCall(*given, *factors, positions=positions))
+
+    yield Case("rotary by head", lambda: rotate(32, "by head"))
+    yield Case("rotary factors", lambda: rotate(32, "in turn", 0.3, 16384.0, 0.1))
+
     def store_key_value() -> None:
         key = torch.empty(8, 1, 8, 128, dtype=BF16, device=META).transpose(1, 2)
         k, v = (torch.empty(8, 8, 4096, 128, dtype=INT8, device=META) for _ in range(2))
@@ -58,3 +68,10 @@ def rotary_cases() -> Iterator[Case]:
         launcher.rotary_angles(positions, frequencies, 1.0, "twice", BF16)
 
     yield Case("rotary angles", angles)
+
+    def angles_of_axes() -> None:
+        positions, frequencies = torch.empty(3, 1, 1, dtype=torch.int64, device=META), torch.empty(64, device=META)
+        axes = torch.empty(64, dtype=torch.int32, device=META)
+        launcher.rotary_angles(positions, frequencies, 1.0, "twice", BF16, axes)
+
+    yield Case("rotary axes", angles_of_axes)

@@ -7,12 +7,15 @@ from assumed_devices import META, Case
 
 from qgemm.kernels.activation import launcher as activate
 from qgemm.kernels.activations import GPT_OSS, GatedActivation
+from qgemm.kernels.gating.launcher import gate_heads
 from qgemm.kernels.hadamard import launcher as rotation
 from qgemm.kernels.norm import launcher as norms
 from qgemm.kernels.norms import MODULATED, Norm, NormCall
 from qgemm.kernels.reorder.launcher import reorder
 from qgemm.kernels.sampling import launcher as sampling
 from qgemm.kernels.sampling.choice import Choice
+from qgemm.kernels.xielu.coefficients import Coefficients
+from qgemm.kernels.xielu.launcher import xielu
 from qgemm.numerics.formats import FP8, INT8
 
 
@@ -47,6 +50,7 @@ def row_cases() -> Iterator[Case]:
     # Triton makes a constant of a length of 1.
     yield Case("one value norm", lambda: norm(1, bf16, Norm("layer")))
     yield Case("one value activation", lambda: activation(1, bf16, "silu", True))
+    yield Case("rows quick_gelu", lambda: activation(3072, bf16, "quick_gelu", False))
     yield Case("rows activation bfloat16", lambda: activation(14_336, bf16, "silu", True))
     yield Case("rows activation fp8 bfloat16", lambda: activation(14_336, bf16, "silu", True, FP8.storage))
     yield Case("rows activation longest float16", lambda: activation(16_384, fp16, "gelu", True))
@@ -57,6 +61,16 @@ def row_cases() -> Iterator[Case]:
     yield Case("activation bfloat16", lambda: activate.activate(rows(28_672, bf16), "silu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
     yield Case("activation gradients bfloat16", lambda: activation_backward(2880, bf16, GPT_OSS))
+
+    def gated(width: int, function: str) -> None:
+        x, product = rows(4096, bf16)[None].unflatten(-1, (32, 128)), rows(8192, bf16)[None]
+        gate = product.unflatten(-1, (32, 256))[..., 128:][..., :width]
+        gate_heads(x, gate, function)
+
+    yield Case("rows gates", lambda: gated(128, "sigmoid"))
+    yield Case("rows head_gates", lambda: gated(1, "softplus"))
+    one = torch.empty(1, dtype=bf16, device=META)
+    yield Case("rows xielu", lambda: xielu(rows(4096, bf16), Coefficients(*4 * [one])))
     yield Case("rows reorder bfloat16", lambda: reorder(rows(4096, bf16), rows(4096, torch.int32)[0]))
     yield Case("rows hadamard float16", lambda: rotation.hadamard(rows(4096, fp16)))
     yield Case("rows hadamard longest bfloat16", lambda: rotation.hadamard(rows(rotation.MAX_SIZE, bf16)))

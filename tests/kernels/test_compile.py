@@ -188,7 +188,7 @@ def test_rows_to_quantize_are_read_16_bytes_at_a_time(target: str, results: list
 @EVERY_TARGET
 def test_no_kernel_spills(target: str, results: list[Result]) -> None:
     # The cosine of a large angle has an array, in NVIDIA's library.
-    found = [r for r in of(results, target) if r["case"] != "rotary angles"]
+    found = [r for r in of(results, target) if r["case"] not in ("rotary angles", "rotary axes")]
     most = 16 if target == "sm_120" else 0  # bytes: four of its kernels keep an address or two on the stack
     assert not {r["case"]: r["spilled"] for r in found if r["spilled"] > most}
 

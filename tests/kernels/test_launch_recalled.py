@@ -12,10 +12,11 @@ from qgemm.kernels.launch import memory, plans, recalled
 from qgemm.kernels.launch.recalled import RecalledLaunch
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
+from qgemm.kernels.xielu.coefficients import Coefficients
 from qgemm.ops import norms, rotary
 from qgemm.ops.linear import multiply
 from qgemm.ops.router import router_logits
-from qgemm.ops.rows import activate, activation_quantize
+from qgemm.ops.rows import activate, activation_quantize, gate_heads, xielu
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -73,6 +74,8 @@ def calls(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Tenso
     norm, layer = Norm("rms", 1e-5), Norm("layer", 1e-5)
     turns, k, v = torch.rand(2, 5, 8, device=device), *torch.zeros(2, 2, 4, 9, 16, device=device).to(dtype)
     rotated = lambda x: RotaryCall(x, *turns[:, None], None, weight[:16], "rms", 1e-5, 8, 4, True)  # noqa: E731
+    positions, coefficients = torch.arange(5, device=device)[None] * 40, Coefficients(*weight[:64].view(4, 16)[:, :1])
+    of_heads = lambda x: x.unflatten(-1, (8, 32))  # noqa: E731
     rows = torch.ops.qgemm.quantize_rows(torch.randn(2, 5, 256, device=device), None)
     return {
         "norm_quantize": lambda x, r: norms.norm_quantize(x, weight, None, norm),
@@ -95,7 +98,16 @@ def calls(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[Tenso
         "activation_quantize": lambda x, r: activation_quantize(x, "silu", True),
         "activation_quantize ups first": lambda x, r: activation_quantize(x, "gelu", True, up_first=True),
         "activation_quantize plain": lambda x, r: activation_quantize(x, "gelu", False, scale),
+        "gate_heads": lambda x, r: gate_heads(of_heads(x), of_heads(r), "sigmoid"),
+        "gate_heads each": lambda x, r: gate_heads(of_heads(x), of_heads(r)[..., :1], "softplus"),
+        "xielu": lambda x, r: xielu(x, coefficients),
         "rotate": lambda x, r: rotary.rotate(rotated(x)),
+        "rotate factors": lambda x, r: rotary.rotate(
+            rotated(x)._replace(scale=0.3, period=16.0, growth=0.1, positions=positions)
+        ),
+        "rotate by head": lambda x, r: rotary.rotate(
+            RotaryCall(x[..., :240], *turns[:, None], None, None, "rms", 0.0, 5, 5, False, layout="by head")
+        ),
         "rotate_and_store": lambda x, r: (
             rotary.rotate_and_store(rotated(x), KeyValueStore(k[:, :, 1:6], v[:, :, 1:6], None, None, None)),
             k.clone(),

@@ -28,7 +28,7 @@ def arguments(
     angle = torch.rand(1, S, D // 2, device=device) * 6
     cos, sin = (x.to(angle_dtype or dtype) for x in (angle.cos(), angle.sin()))
     weights = [torch.randn(D, device=device).to(dtype) for _ in range(2)]
-    return RotaryCall(qkv, cos, sin, *weights, "rms", 1e-6, HEADS, KV_HEADS, False, "plain", False)
+    return RotaryCall(qkv, cos, sin, *weights, "rms", 1e-6, HEADS, KV_HEADS, False)
 
 
 def cache(stored: torch.dtype, device: torch.device, B: int = 2, L: int = 10) -> list[Tensor | None]:
@@ -128,6 +128,10 @@ def test_values(
     angle = torch.rand(B, S, rotary // 2, device=device) * 6
     turns = [x.float() if in_float32 else x.to(dtype) for x in (angle.cos(), angle.sin())]
     given = RotaryCall(qkv, *turns, *weights, kind, 1e-6, *heads, interleaved)
+    rounding = given._replace(cos=turns[0].to(dtype), sin=turns[1].to(dtype), in_float=True)
+    in_float = rounding._replace(cos=rounding.cos.float(), sin=rounding.sin.float(), in_float=False)
+    assert all(map(torch.equal, launcher.rotate(rounding), launcher.rotate(in_float)))
+    assert all(map(torch.equal, rotate_reference(rounding), rotate_reference(in_float)))
     for ours, theirs in zip(launcher.rotate(given), rotate_reference(given), strict=True):
         assert ours.dtype == dtype
         if norm is None:
@@ -157,13 +161,44 @@ def test_where_values_come_from(heads: tuple[int, int], values: str, kind: str, 
         torch.testing.assert_close(found[2].float(), plain, rtol=0.01, atol=0.01)
 
 
+def test_queries_keys_and_values_by_head(device: torch.device) -> None:
+    """GPT-NeoX's: as those in turn."""
+    given = arguments(torch.bfloat16, device)._replace(kv_heads=HEADS)
+    qkv = torch.randn(2, 3, 3, HEADS, D, device=device).bfloat16()
+    given = given._replace(qkv=qkv.flatten(2))
+    by_head = given._replace(qkv=qkv.transpose(2, 3).flatten(2), layout="by head")
+    assert all(map(torch.equal, launcher.rotate(by_head), launcher.rotate(given)))
+    assert all(map(torch.equal, rotate_reference(by_head), rotate_reference(given)))
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("rows", [0, 1, 2])  # of positions
+def test_factors_of_queries(rows: int, scale: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Ministral 3's by position, and OPT's."""
+    qkv, cos, sin, *_ = arguments(dtype, device)
+    plain = RotaryCall(qkv, cos, sin, None, None, "rms", 1e-6, HEADS, KV_HEADS, False)
+    positions = torch.tensor([[0, 15, 16], [17, 100, 131_071]], device=device)[:rows] if rows else None
+    given = plain._replace(scale=scale, period=16.0, growth=0.1, positions=positions)
+    q, k, v = rotate_reference(plain)
+    if positions is not None:
+        factors = 1 + 0.1 * (1 + (positions / 16).floor()).log()
+        q = q * factors[:, :, None, None].to(dtype)
+    q = q if scale == 1.0 else q * scale
+    eps = 0.0 if dtype != torch.float32 else 2e-7  # of a logarithm
+    for found in (rotate_reference(given), launcher.rotate(given)):
+        torch.testing.assert_close(found[0], q, rtol=eps, atol=0.0)
+        assert torch.equal(found[1], k)
+        assert torch.equal(found[2], v)
+
+
 def test_queries_with_gates(device: torch.device) -> None:
     """Qwen3.5's: as those without them."""
     given = arguments(torch.bfloat16, device)
     q, rest = given.qkv.split([HEADS * D, 2 * KV_HEADS * D], -1)
     gate = torch.full_like(q, torch.nan)
     gated = torch.stack((q.unflatten(-1, (-1, D)), gate.unflatten(-1, (-1, D))), -2).flatten(-3)
-    call = given._replace(qkv=torch.cat((gated, rest), -1), gated=True)
+    call = given._replace(qkv=torch.cat((gated, rest), -1), layout="gated")
     assert all(map(torch.equal, launcher.rotate(call), launcher.rotate(given)))
     assert all(map(torch.equal, rotate_reference(call), rotate_reference(given)))
 
@@ -247,15 +282,23 @@ def test_nothing_to_do(B: int, S: int, functions: Any, device: torch.device) -> 
         (5, "l2", "norm is 'l2'"),
         (7, 3, "q_heads is 3 and kv_heads 2; both are from 1 on, the one a multiple of the other"),
         (10, "keys", "values is 'keys'; it must be one of"),
+        (11, "by row", "layout is 'by row'; it must be one of"),
+        (11, "by head", "q_heads is 4, kv_heads 2 and values 'plain'; by head, each query has a key and a value"),
         (
-            12,
+            16,
+            torch.zeros(2, 2, dtype=torch.int64),
+            r"positions is torch.int64 \[2, 2\]; it must be integers, \[1 or 2, 3\]",
+        ),
+        (16, torch.zeros(2, 3, dtype=torch.int64), "period is 0.0; with positions it must be positive"),
+        (
+            17,
             torch.zeros(2, 2, 10, 16, dtype=torch.int8),
             "k is torch.int8; a cache of torch.float32 without scales is",
         ),
-        (13, torch.zeros(2, 2, 9, 16), r"k is \[2, 2, 10, 16\] and v is \[2, 2, 9, 16\]: they must be alike"),
-        (13, torch.zeros(2, 3, 10, 16), r"v is \[2, 3, 10, 16\]; it must be \[2, 2, L, 16\]"),
-        (14, torch.zeros(2, 2, 10), "k_scale and v_scale go together"),
-        (16, torch.zeros(1), r"length is torch.float32 \[1\]; it must be torch.int32 \[1\] or \[2\]"),
+        (18, torch.zeros(2, 2, 9, 16), r"k is \[2, 2, 10, 16\] and v is \[2, 2, 9, 16\]: they must be alike"),
+        (18, torch.zeros(2, 3, 10, 16), r"v is \[2, 3, 10, 16\]; it must be \[2, 2, L, 16\]"),
+        (19, torch.zeros(2, 2, 10), "k_scale and v_scale go together"),
+        (21, torch.zeros(1), r"length is torch.float32 \[1\]; it must be torch.int32 \[1\] or \[2\]"),
     ],
 )
 @pytest.mark.parametrize("where", ["real", "meta"])
@@ -297,6 +340,20 @@ def test_angles(layout: str, dtype: torch.dtype, device: torch.device) -> None:
     assert empty.shape == (0, 3, 24 if layout == "once" else 48)
 
 
+def test_angles_of_several_axes(device: torch.device) -> None:
+    positions = torch.randint(9999, (3, 2, 5), device=device)
+    axes = torch.tensor([0, 2, 1, 1, 0, 2], dtype=torch.int32, device=device)
+    frequencies = torch.rand(6, device=device)
+    found = launcher.rotary_angles(positions, frequencies, 1.0, "twice", torch.float32, axes)
+    ours = dispatch.rotary_angles(positions, frequencies, 1.0, "twice", torch.float32, axes)
+    for pair, axis in enumerate(axes.tolist()):
+        given = (positions[axis], frequencies[pair : pair + 1], 1.0, "once", torch.float32)
+        for each, wanted in zip(found, launcher.rotary_angles(*given), strict=True):
+            assert torch.equal(each[..., pair :: len(axes)], wanted.expand(-1, -1, 2))
+        for each, wanted in zip(ours, dispatch.rotary_angles(*given), strict=True):
+            torch.testing.assert_close(each[..., pair :: len(axes)], wanted.expand(-1, -1, 2), rtol=0.0, atol=1e-6)
+
+
 def test_arguments_of_angles() -> None:
     positions, frequencies = torch.zeros(1, 2, dtype=torch.int64), torch.ones(4)
     with pytest.raises(ValueError, match="layout is 'thrice'"):
@@ -307,3 +364,8 @@ def test_arguments_of_angles() -> None:
         dispatch.rotary_angles(positions.float(), frequencies, 1.0, "once", torch.float32)
     with pytest.raises(ValueError, match=r"frequencies is torch\.float32 \[1, 4\]"):
         dispatch.rotary_angles(positions, frequencies[None], 1.0, "once", torch.float32)
+    axes = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"positions is torch\.int64 \[1, 2\]; it must be integers, \[A, B, S\] with"):
+        dispatch.rotary_angles(positions, frequencies, 1.0, "once", torch.float32, axes)
+    with pytest.raises(ValueError, match="axes"):
+        dispatch.rotary_angles(positions[None], frequencies, 1.0, "once", torch.float32, axes[:3])

@@ -44,11 +44,39 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
     )
     in_groups, steps = (b_scale.expand(2, 8).t(), zero_points), b_scale[:, None] / 8
     qkv, turn = torch.randn(2, 3, 64, device=device).to(dtype), torch.randn(1, 3, 4, device=device).to(dtype)
-    rotated = (qkv, turn, turn, y[:, 0][:8], None, "rms", 1e-6, 4, 2, False, "plain", False)
+    rotated = (
+        qkv,
+        turn,
+        turn,
+        y[:, 0][:8],
+        None,
+        "rms",
+        1e-6,
+        4,
+        2,
+        False,
+        "plain",
+        "in turn",
+        1.0,
+        0.0,
+        0.0,
+        False,
+        None,
+    )
     stores, length = torch.zeros(2, 2, 2, 9, 8, device=device), torch.tensor([5], dtype=torch.int32, device=device)
     return {
         "rotate": rotated,
+        "rotate factors": (*rotated[:12], 0.3, 2.0, 0.1, True, torch.arange(3, device=device)[None]),
+        "rotate by head": (qkv[..., :48], *rotated[1:7], 2, 2, True, "plain", "by head"),
         "rotary_angles": (torch.arange(6, device=device).view(2, 3), torch.rand(4, device=device), 1.0, "twice", dtype),
+        "rotary_angles axes": (
+            torch.arange(18, device=device).view(3, 2, 3),
+            torch.rand(4, device=device),
+            1.0,
+            "twice",
+            dtype,
+            torch.tensor([0, 2, 1, 0], dtype=torch.int32, device=device),
+        ),
         "rotate_and_store": (*rotated, *stores.to(dtype), None, None, length),
         "rotate_and_store first": (*rotated, *stores.to(dtype), None, None, None),
         "rotate_and_store int8": (*rotated, *stores.to(torch.int8), *stores[..., 0].contiguous(), length),
@@ -183,7 +211,7 @@ def function_of(variant: str) -> Any:
         "hadamard": hadamard,
         "rotary_angles": rotary.rotary_angles,
         "rotate": lambda *a: rotary.rotate(RotaryCall(*a)),
-        "rotate_and_store": lambda *a: rotary.rotate_and_store(RotaryCall(*a[:12]), KeyValueStore(*a[12:])),
+        "rotate_and_store": lambda *a: rotary.rotate_and_store(RotaryCall(*a[:17]), KeyValueStore(*a[17:])),
         "quant_linear_asymmetric": dispatch.quant_linear_asymmetric,
         "norm_quantize": lambda *a: dispatch.norm_quantize(*a[:3], Norm(*a[3:5]), *a[5:]),
         "add_norm_quantize": lambda *a: dispatch.add_norm_quantize(*a[:5], Norm(*a[5:7]), *with_dtype(*a[7:])),

@@ -10,18 +10,23 @@ VALUES = ("plain", "normalized", "of keys")
 """The source of values: as they are; normalized without a weight; or keys before their norm, normalized likewise."""
 
 
+LAYOUTS = ("in turn", "gated", "by head")
+"""The heads of a merged product: all queries, then all keys, then all values; the same, and each head of queries is
+followed by a gate, as in Qwen3.5; or query, key and value of a head, then those of the next, as in GPT-NeoX."""
+
+
 class RotaryCall(NamedTuple):
     """Queries, keys and values of a product, and their norms and angles, in the order of the operators' arguments."""
 
     qkv: Tensor
-    """float ``[B, S, (q_heads + 2 * kv_heads) * D]``, queries first, then keys, then values.
+    """float ``[B, S, (q_heads + 2 * kv_heads) * D]``, in the order of ``layout``.
 
-    There are no values if they are ``"of keys"``. Each head of ``gated`` queries is followed by a gate, as in
-    Qwen3.5."""
+    There are no values if they are ``"of keys"``."""
     cos: Tensor | None
     """``[1 or B, S, R / 2]``, a value for each of a head's first ``R / 2`` pairs.
 
-    Either in the dtype of ``qkv``, with rounding to it at every step, or float32, with one rounding."""
+    Either in the dtype of ``qkv``, with rounding to it at every step unless ``in_float``, or float32, with one
+    rounding."""
     sin: Tensor | None
     q_weight: Tensor | None
     """The weight of a norm: ``[D]``, ``[heads, D]`` or ``[heads * D]``."""
@@ -36,17 +41,45 @@ class RotaryCall(NamedTuple):
     """Whether the two of a pair are adjacent, instead of R / 2 apart."""
     values: str = "plain"
     """One of ``VALUES``."""
-    gated: bool = False
+    layout: str = "in turn"
+    """One of ``LAYOUTS``."""
+    scale: float = 1.0
+    """Queries are multiplied by it at the end, and rounded."""
+    period: float = 0.0
+    """Before that, they are multiplied by ``1 + growth * log(1 + floor(position / period))``, if there are positions.
+
+    Both the factor and the product are rounded, as in Ministral 3."""
+    growth: float = 0.0
+    in_float: bool = False
+    """Whether the rotation is computed in float32, with one rounding, also if ``cos`` isn't float32."""
+    positions: Tensor | None = None
+    """int32 or int64 ``[1 or B, S]``."""
+
+    @property
+    def q_step(self) -> int:
+        """How many heads of ``qkv`` lie from the start of one head of queries to the next."""
+        return 1 + LAYOUTS.index(self.layout)
+
+    @property
+    def k_step(self) -> int:
+        """The same of keys, and of values."""
+        return 3 if self.layout == "by head" else 1
 
     @property
     def k_head(self) -> int:
         """The index of the first head of keys in ``qkv``."""
-        return (2 if self.gated else 1) * self.q_heads
+        return 1 if self.layout == "by head" else self.q_step * self.q_heads
+
+    @property
+    def v_head(self) -> int:
+        """The index of the first head of values in ``qkv``."""
+        return 2 if self.layout == "by head" else self.heads - self.kv_heads
 
     @property
     def heads(self) -> int:
         """The number of heads in ``qkv``."""
-        return self.k_head + (1 if self.values == "of keys" else 2) * self.kv_heads
+        queries = (2 if self.layout == "gated" else 1) * self.q_heads
+        return queries + (1 if self.values == "of keys" else 2) * self.kv_heads
 
     @property
     def head_size(self) -> int:

@@ -5,33 +5,44 @@ from torch import Tensor
 
 from qgemm.kernels.checks import check_form, check_same_device, check_strided, conversion, names_of
 from qgemm.kernels.norms import NORMS_OF_HEADS, Norm
-from qgemm.kernels.rotary.call import VALUES, KeyValueStore, RotaryCall
+from qgemm.kernels.rotary.call import LAYOUTS, VALUES, KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.numerics.formats import FLOAT_DTYPES, INT8
 
 
-def check_rotary_angles(positions: Tensor, frequencies: Tensor, layout: str, dtype: torch.dtype) -> int:
+def check_rotary_angles(
+    positions: Tensor, frequencies: Tensor, layout: str, dtype: torch.dtype, axes: Tensor | None = None
+) -> int:
     """Raises if ``rotary_angles`` doesn't accept these; returns the number of columns."""
     if layout not in ANGLES:
         raise ValueError(f"layout is {layout!r}; it must be one of {sorted(ANGLES)}")
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"dtype is {dtype}; rotary_angles accepts {names_of(FLOAT_DTYPES)}")
-    if positions.ndim != 2 or positions.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"positions is {positions.dtype} {list(positions.shape)}; it must be integers, [B, S]")
+    wanted = "[B, S]" if axes is None else "[A, B, S] with axes"
+    if positions.ndim != (2 if axes is None else 3) or positions.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"positions is {positions.dtype} {list(positions.shape)}; it must be integers, {wanted}")
     if frequencies.ndim != 1 or frequencies.dtype not in FLOAT_DTYPES:
         raise ValueError(f"frequencies is {frequencies.dtype} {list(frequencies.shape)}; it must be floats, [R / 2]")
-    check_same_device(positions=positions, frequencies=frequencies)
+    check_form("axes", axes, (torch.int32,), frequencies.shape)
+    check_same_device(positions=positions, frequencies=frequencies, axes=axes)
     return frequencies.shape[0] * (1 if layout == "once" else 2)
 
 
 def check_rotate(call: RotaryCall) -> None:
     """Raises if ``rotate`` doesn't accept it."""
-    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, _, values, _ = call
+    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, _, values, *_ = call
     if qkv.dtype not in FLOAT_DTYPES:
         raise TypeError(f"qkv is {qkv.dtype}; rotate accepts {names_of(FLOAT_DTYPES)}: {conversion(qkv)}")
     check_strided("qkv", qkv)
     if values not in VALUES:
         raise ValueError(f"values is {values!r}; it must be one of {sorted(VALUES)}")
+    if call.layout not in LAYOUTS:
+        raise ValueError(f"layout is {call.layout!r}; it must be one of {sorted(LAYOUTS)}")
+    if call.layout == "by head" and (q_heads != kv_heads or values == "of keys"):
+        raise ValueError(
+            f"q_heads is {q_heads}, kv_heads {kv_heads} and values {values!r}; by head, each query has a key and a "
+            "value"
+        )
     heads = call.heads
     if q_heads < 1 or kv_heads < 0 or (kv_heads and q_heads % kv_heads):
         raise ValueError(
@@ -48,7 +59,21 @@ def check_rotate(call: RotaryCall) -> None:
     _check_angles(cos, sin, qkv, call.head_size)
     for name, weight, count in (("q_weight", q_weight, q_heads), ("k_weight", k_weight, kv_heads)):
         _check_weight(name, weight, count, call.head_size, qkv.dtype)
-    check_same_device(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
+    _check_positions(call)
+    check_same_device(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight, positions=call.positions)
+
+
+def _check_positions(call: RotaryCall) -> None:
+    positions, (B, S, _) = call.positions, call.qkv.shape
+    if positions is None:
+        return
+    is_of_call = positions.ndim == 2 and positions.shape[1] == S and positions.shape[0] in (1, B)
+    if positions.dtype not in (torch.int32, torch.int64) or not is_of_call:
+        raise ValueError(
+            f"positions is {positions.dtype} {list(positions.shape)}; it must be integers, [1 or {B}, {S}]"
+        )
+    if call.period <= 0:
+        raise ValueError(f"period is {call.period}; with positions it must be positive")
 
 
 def _check_angles(cos: Tensor | None, sin: Tensor | None, qkv: Tensor, D: int) -> None:

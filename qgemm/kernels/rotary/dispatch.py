@@ -20,7 +20,7 @@ from qgemm.kernels.rotary.reference import rotary_angles_reference, rotate_refer
 
 
 def rotary_angles(
-    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype, axes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of a rotary embedding, ``[B, S, columns]`` each: ``round(cos(position * frequency) * scale)``.
 
@@ -28,13 +28,16 @@ def rotary_angles(
     ``[R / 2]``, one for each pair. ``layout``: ``"once"``: a column for each pair, as ``rotate`` expects it;
     ``"twice"``: followed by the same columns again (Llama's); ``"each twice"``: two adjacent columns for each pair
     (Cohere's).
+
+    ``axes``: int32 ``[R / 2]``: positions are ``[A, B, S]``, and a pair has those of its axis, from 0 to A - 1, such as
+    time, height and width in Qwen2-VL.
     """
-    check_rotary_angles(positions, frequencies, layout, dtype)
+    check_rotary_angles(positions, frequencies, layout, dtype, axes)
     if on_gpu(positions):
-        out: tuple[Tensor, Tensor] = _launcher().rotary_angles(positions, frequencies, scale, layout, dtype)
+        out: tuple[Tensor, Tensor] = _launcher().rotary_angles(positions, frequencies, scale, layout, dtype, axes)
         return out
     with torch.no_grad():
-        return rotary_angles_reference(positions, frequencies, scale, layout, dtype)
+        return rotary_angles_reference(positions, frequencies, scale, layout, dtype, axes)
 
 
 def rotate(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,16 +17,17 @@ from qgemm.kernels.stages.rows import RowQuantization, quantize_rows_of_tile
 
 @triton.jit(do_not_specialize=["length_stride"])
 def _rotate_kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, positions_ptr,
     q_out_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr, length_ptr,
     S, Q_HEADS, KV_HEADS, D, HALF, L, k_offset, v_offset,
     stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_cb, stride_cs, stride_cd,
+    stride_cb, stride_cs, stride_cd, stride_pb, stride_ps,
     stride_okb, stride_okh, stride_okl, stride_ovb, stride_ovh, stride_ovl,
     stride_skb, stride_skh, stride_skl, stride_svb, stride_svh, stride_svl,
     length_stride,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
     Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, V_WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SCALE: tl.constexpr, PERIOD: tl.constexpr, GROWTH: tl.constexpr, IN_FLOAT: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Each program has some heads of one token: of its queries, keys or values.
@@ -35,7 +36,8 @@ def _rotate_kernel(
     ``v_offset``, and all have k's strides, except between the heads of queries. ``q_out``: ``[B, S, Q_HEADS, D]``,
     contiguous. ``k_out``, ``v_out``: ``[B, KV_HEADS, L, D]``; if they have scales ``[B, KV_HEADS, L]``, int8.
     ``length_ptr``: see ``dispatch.store_key_value``; None to begin with the first place. ``Q_WEIGHT``, ``K_WEIGHT``,
-    ``V_WEIGHT``: see ``_normalized``. ``PDL``, ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
+    ``V_WEIGHT``: see ``_normalized``. ``SCALE``, ``PERIOD``, ``GROWTH``, ``IN_FLOAT``: see ``RotaryCall``. ``PDL``,
+    ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()
@@ -54,9 +56,12 @@ def _rotate_kernel(
     # The branches share no variables: a variable would need the same type in all of them.
     if block < q_blocks:
         _store(
-            _rotated(
-                q_ptr + b * stride_kb + s * stride_ks, block * BLOCK_H + first, d, stride_qh, Q_HEADS, D, HALF,
-                cos_ptr, sin_ptr, angle, stride_cd, q_weight_ptr, NORM, EPS, Q_WEIGHT, INTERLEAVED,
+            _scaled(
+                _rotated(
+                    q_ptr + b * stride_kb + s * stride_ks, block * BLOCK_H + first, d, stride_qh, Q_HEADS, D, HALF,
+                    cos_ptr, sin_ptr, angle, stride_cd, q_weight_ptr, NORM, EPS, Q_WEIGHT, INTERLEAVED, IN_FLOAT,
+                ),
+                positions_ptr, b * stride_pb + s * stride_ps, SCALE, PERIOD, GROWTH,
             ),
             q_out_ptr + token.to(tl.int64) * Q_HEADS * D, None, 0, block * BLOCK_H + first, d, Q_HEADS, D, D, 0,
         )  # fmt: skip
@@ -66,7 +71,7 @@ def _rotate_kernel(
                 _rotated(
                     k_ptr + k_offset + b * stride_kb + s * stride_ks, (block - q_blocks) * BLOCK_H + first, d,
                     stride_kh, KV_HEADS, D, HALF, cos_ptr, sin_ptr, angle, stride_cd, k_weight_ptr,
-                    NORM, EPS, K_WEIGHT, INTERLEAVED,
+                    NORM, EPS, K_WEIGHT, INTERLEAVED, IN_FLOAT,
                 ),
                 k_out_ptr + b * stride_okb + place * stride_okl,
                 k_scale_ptr, b * stride_skb + place * stride_skl,
@@ -77,7 +82,7 @@ def _rotate_kernel(
                 _rotated(
                     v_ptr + v_offset + b * stride_vb + s * stride_vs,
                     (block - q_blocks - kv_blocks) * BLOCK_H + first, d, stride_vh, KV_HEADS, D, HALF,
-                    None, None, angle, stride_cd, None, NORM, EPS, V_WEIGHT, INTERLEAVED,
+                    None, None, angle, stride_cd, None, NORM, EPS, V_WEIGHT, INTERLEAVED, IN_FLOAT,
                 ),
                 v_out_ptr + b * stride_ovb + place * stride_ovl,
                 v_scale_ptr, b * stride_svb + place * stride_svl,
@@ -87,12 +92,15 @@ def _rotate_kernel(
 
 @triton.jit
 def _angles_kernel(
-    positions, frequencies, cos, sin,
-    S, HALF, stride_b, stride_s, stride_f,
+    positions, frequencies, axes, cos, sin,
+    S, HALF, stride_a, stride_b, stride_s, stride_f,
     SCALE: tl.constexpr, COPIES: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Each program has a token. ``COPIES`` of a pair's cosine are adjacent, or ``HALF`` columns apart if ``APART``."""
+    """Each program has a token. ``COPIES`` of a pair's cosine are adjacent, or ``HALF`` columns apart if ``APART``.
+
+    ``axes``: see ``dispatch.rotary_angles``.
+    """
     if NEXT_EARLY:
         gdc_launch_dependents()
     if PDL:
@@ -100,14 +108,19 @@ def _angles_kernel(
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     inside = pair < HALF
-    position = tl.load(positions + token // S * stride_b + token % S * stride_s).to(tl.float32)
+    place = positions + token // S * stride_b + token % S * stride_s
+    if axes is None:
+        position = tl.load(place).to(tl.float32)
+    else:
+        axis = tl.load(axes + pair, mask=inside, other=0).to(tl.int64)
+        position = tl.load(place + axis * stride_a, mask=inside, other=0).to(tl.float32)
     angle = position * tl.load(frequencies + pair * stride_f, mask=inside, other=0.0).to(tl.float32)
     c, z = tl.cos(angle) * SCALE, tl.sin(angle) * SCALE
     for copy in tl.static_range(COPIES):
         column = pair + copy * HALF if APART else pair * COPIES + copy
-        place = token * COPIES * HALF + column
-        tl.store(cos + place, rounded(c, cos.dtype.element_ty), mask=inside)
-        tl.store(sin + place, rounded(z, sin.dtype.element_ty), mask=inside)
+        to = token * COPIES * HALF + column
+        tl.store(cos + to, rounded(c, cos.dtype.element_ty), mask=inside)
+        tl.store(sin + to, rounded(z, sin.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -120,7 +133,7 @@ def _load(row, heads, d, stride_h, count, D):
 @triton.jit
 def _rotated(
     row, heads, d, stride_h, count, D, HALF, cos, sin, angle, stride_cd, weight,
-    NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr, IN_FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Values ``d`` of ``heads`` of a token after their norm and rotation, in their dtype."""
     dtype: tl.constexpr = row.dtype.element_ty
@@ -139,26 +152,39 @@ def _rotated(
     if APART:
         y = y.to(tl.float32)
         pair = tl.where(is_first, d, d - HALF)
-        x = _turned(x, tl.where(is_first[None, :], -y, y), pair, turns, cos, sin, angle, stride_cd, dtype)
+        x = _turned(x, tl.where(is_first[None, :], -y, y), pair, turns, cos, sin, angle, stride_cd, dtype, IN_FLOAT)
     elif cos is not None:
         PAIRS: tl.constexpr = x.shape[1] // 2
         first, second = tl.split(tl.reshape(x, (x.shape[0], PAIRS, 2)))
         pair = tl.arange(0, PAIRS)
         turns = pair < HALF
-        new_first = _turned(first, -second.to(tl.float32), pair, turns, cos, sin, angle, stride_cd, dtype)
-        new_second = _turned(second, first, pair, turns, cos, sin, angle, stride_cd, dtype)
+        new_first = _turned(first, -second.to(tl.float32), pair, turns, cos, sin, angle, stride_cd, dtype, IN_FLOAT)
+        new_second = _turned(second, first, pair, turns, cos, sin, angle, stride_cd, dtype, IN_FLOAT)
         x = tl.reshape(tl.join(new_first, new_second), (x.shape[0], 2 * PAIRS))
     return x
 
 
 @triton.jit
-def _turned(x, y, pair, turns, cos, sin, angle, stride_cd, dtype: tl.constexpr):
-    """``x * cos + y * sin`` of each ``pair`` that ``turns``, rounded to ``dtype`` as the type of ``cos`` says."""
+def _scaled(x, positions, at, SCALE: tl.constexpr, PERIOD: tl.constexpr, GROWTH: tl.constexpr):
+    """Queries times their factors, each rounded; the position is ``positions[at]``."""
+    dtype: tl.constexpr = x.dtype
+    if positions is not None:
+        position = tl.load(positions + at).to(tl.float32)
+        factor = 1.0 + GROWTH * tl.log(1.0 + tl.floor(tl.math.div_rn(position, position * 0.0 + PERIOD)))
+        x = rounded(x.to(tl.float32) * rounded(factor, dtype).to(tl.float32), dtype)
+    if SCALE != 1.0:
+        x = rounded(x.to(tl.float32) * SCALE, dtype)
+    return x
+
+
+@triton.jit
+def _turned(x, y, pair, turns, cos, sin, angle, stride_cd, dtype: tl.constexpr, IN_FLOAT: tl.constexpr):
+    """``x * cos + y * sin`` of each ``pair`` that ``turns``, rounded to ``dtype`` as ``RotaryCall.cos`` says."""
     at = angle + pair.to(tl.int64) * stride_cd
     c = tl.load(cos + at, mask=turns, other=0.0)[None, :].to(tl.float32)
     z = tl.load(sin + at, mask=turns, other=0.0)[None, :].to(tl.float32)
     own, others = x.to(tl.float32) * c, y.to(tl.float32) * z
-    if cos.dtype.element_ty == dtype:
+    if cos.dtype.element_ty == dtype and not IN_FLOAT:
         own, others = rounded(own, dtype).to(tl.float32), rounded(others, dtype).to(tl.float32)
     return tl.where(turns[None, :], rounded(own + others, dtype), x)
 

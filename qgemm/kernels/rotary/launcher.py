@@ -25,24 +25,25 @@ PROGRAMS_PER_SM = 4
 
 
 def rotary_angles(
-    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype, axes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.rotary_angles`` on a GPU."""
-    (B, S), half, copies = positions.shape, frequencies.shape[0], 1 if layout == "once" else 2
+    (B, S), half, copies = positions.shape[-2:], frequencies.shape[0], 1 if layout == "once" else 2
     cos, sin = (torch.empty((B, S, copies * half), dtype=dtype, device=positions.device) for _ in range(2))
     if not cos.numel():
         return cos, sin
-    kind = (rotary_angles, *_kinds(positions, frequencies), scale, layout, dtype)
+    axes = axes if axes is None else axes.contiguous()
+    kind = (rotary_angles, *_kinds(positions, frequencies, axes), scale, layout, dtype)
     launch: Launch | None = plans.get(kind)
     if launch is None:
         limits = device_limits(positions.device)
         block = next_power_of_2(half)
         constants = (scale, copies, layout == "twice", block, limits.pdl, limits.pdl and B * S <= FEW_TOKENS)
-        numbers = (S, half, *positions.stride(), *frequencies.stride())
+        numbers = (S, half, *(() if axes is not None else (0,)), *positions.stride(), *frequencies.stride())
         warps = min(max(block // limits.warp_size, 1), 4)
         launch = Launch(_angles_kernel, B * S, numbers, constants, num_warps=warps, pdl=limits.pdl)
         plans.keep(kind, launch)
-    launch(positions, frequencies, cos, sin)
+    launch(positions, frequencies, axes, cos, sin)
     return cos, sin
 
 
@@ -64,10 +65,11 @@ def store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
     if launch is None:
         B, heads, S, D = key.shape
         strides = tuple(x.stride(dim) for x in (key, value) for dim in (0, 2, 1))
-        sizes, no_rotation = (S, 0, heads, D, 0, store.k.shape[2], 0, 0), ("rms", 0.0, None, None, None, False)
-        launch = _make_launch(B * S, sizes, (0, *strides, 0, 0, 0), store, no_rotation)
+        sizes = (S, 0, heads, D, 0, store.k.shape[2], 0, 0)
+        no_rotation = ("rms", 0.0, None, None, None, False, 1.0, 1.0, 0.0, False)
+        launch = _make_launch(B * S, sizes, (0, *strides, 0, 0, 0, 0, 0), store, no_rotation)
         plans.keep(kind, launch)
-    launch(key, key, value, None, None, None, None, key, *store)
+    launch(key, key, value, None, None, None, None, None, key, *store)
 
 
 def rotate_and_store(call: RotaryCall, store: KeyValueStore) -> Tensor:
@@ -81,7 +83,8 @@ def rotate_and_store(call: RotaryCall, store: KeyValueStore) -> Tensor:
 
 def find_launch(call: RotaryCall, q: Tensor, store: KeyValueStore) -> tuple[Launch, tuple[Tensor | None, ...]]:
     """The launch that writes queries to ``q`` and keys and values to ``store``, and what to call it with."""
-    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values, gated = call
+    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values, *_ = call
+    positions, factors = call.positions, (call.scale, call.period, call.growth, call.in_float)
     if qkv.stride(2) != 1:
         qkv = qkv.contiguous()
     if sin is not None and cos is not None and sin.stride() != cos.stride():
@@ -89,21 +92,26 @@ def find_launch(call: RotaryCall, q: Tensor, store: KeyValueStore) -> tuple[Laun
     q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
     (B, S, _), D = qkv.shape, call.head_size
     kind = (
-        rotate_and_store, norm, eps, q_heads, kv_heads, interleaved, values, gated,
-        *_kinds(qkv, cos, q_weight, k_weight, *store),
+        rotate_and_store, norm, eps, q_heads, kv_heads, interleaved, values, call.layout, factors,
+        *_kinds(qkv, cos, q_weight, k_weight, positions, *store),
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        strides = (qkv.stride(0), qkv.stride(1), D)
+        strides = (call.q_step * D, *2 * (qkv.stride(0), qkv.stride(1), call.k_step * D))
         half, turns = (0, (0, 0, 0)) if cos is None else (cos.shape[2], cos.stride())
         if cos is not None and cos.shape[0] == 1:
             turns = (0, *turns[1:])
-        sizes = (S, q_heads, kv_heads, D, half, store.k.shape[2], call.k_head * D, (call.heads - kv_heads) * D)
+        places = (
+            (0, 0)
+            if positions is None
+            else (0 if positions.shape[0] == 1 else positions.stride(0), positions.stride(1))
+        )
+        sizes = (S, q_heads, kv_heads, D, half, store.k.shape[2], call.k_head * D, call.v_head * D)
         weights = _weight_kind(q_weight, D), _weight_kind(k_weight, D)
-        rotation = (norm, eps, *weights, None if values == "plain" else "none", interleaved)
-        launch = _make_launch(B * S, sizes, (call.k_head // q_heads * D, *strides, *strides, *turns), store, rotation)
+        rotation = (norm, eps, *weights, None if values == "plain" else "none", interleaved, *factors)
+        launch = _make_launch(B * S, sizes, (*strides, *turns, *places), store, rotation)
         plans.keep(kind, launch)
-    return launch, (qkv, qkv, qkv, cos, sin, q_weight, k_weight, q, *store)
+    return launch, (qkv, qkv, qkv, cos, sin, q_weight, k_weight, positions, q, *store)
 
 
 def _make_launch(
@@ -115,8 +123,8 @@ def _make_launch(
 ) -> Launch:
     """The launch for ``tokens`` tokens in all.
 
-    ``sizes``, ``in_strides``: the kernel's numbers up to ``v_offset``, and up to ``stride_cd``. ``rotation``: its
-    constants from ``NORM`` to ``INTERLEAVED``.
+    ``sizes``, ``in_strides``: the kernel's numbers up to ``v_offset``, and up to ``stride_ps``. ``rotation``: its
+    constants from ``NORM`` to ``IN_FLOAT``.
     """
     k, v, k_scale, v_scale, length = store
     limits = device_limits(k.device)

@@ -9,11 +9,12 @@ head's first R values are R / 2 pairs, and pair ``i`` is rotated by an angle wit
 ``interleaved``: pairs are adjacent, ``x[2 i]`` and ``x[2 i + 1]``. Values from R on stay as they are.
 
 - If ``cos`` has the dtype of ``x``, both products and their sum are rounded to it, as in Llama, Qwen, Gemma, Phi and
-  GLM. If it is float32, everything is float32 with one rounding, as in OLMo 2 and Cohere.
+  GLM. If it is float32, or with ``in_float``, everything is float32 with one rounding, as in OLMo 2 and Cohere.
 - A norm comes first; ``norms.Norm`` says where it rounds. Its weight is ``[D]``, the same for every head;
   ``[heads, D]``, one per head; or ``[heads * D]``, one norm over all heads' values, as in OLMo 2.
 - Values may have the norm, too, without a weight, as in Gemma 4; some of its layers make the values from the keys
   before their norm.
+- Queries may be multiplied by a factor of their positions (Ministral 3), and by a number (OPT, Whisper).
 - int8 keys and values have a scale for each token and head, as from ``quantize_rows``.
 """
 
@@ -35,23 +36,34 @@ ANGLES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rotary_angles_reference(
-    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype, axes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.rotary_angles``."""
-    angles = ANGLES[layout](positions[..., None].float() * frequencies.float())
+    of_pairs = positions[..., None] if axes is None else positions.permute(1, 2, 0).index_select(-1, axes)
+    angles = ANGLES[layout](of_pairs.float() * frequencies.float())
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 def rotate_reference(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.rotate``."""
-    qkv, cos, sin, q_weight, k_weight, norm, eps, _, kv_heads, interleaved, values, gated = call
-    heads, method = qkv.unflatten(-1, (call.heads, -1)), Norm(norm, eps)
-    q, k = heads[:, :, : call.k_head : 2 if gated else 1], heads[:, :, call.k_head : call.k_head + kv_heads]
-    v = heads[:, :, call.heads - kv_heads :]
-    if values != "plain":
-        v = Norm("layer" if method.is_layer else "rms_once", eps)(v, v.new_ones(call.head_size))
-    q, k = (_rotated(_normalized(x, w, method), cos, sin, interleaved) for x, w in ((q, q_weight), (k, k_weight)))
+    heads, method = call.qkv.unflatten(-1, (call.heads, -1)), Norm(call.norm, call.eps)
+    cos, sin = (x.float() if call.in_float and x is not None else x for x in (call.cos, call.sin))
+    q = heads[:, :, :: call.q_step][:, :, : call.q_heads]
+    k, v = (heads[:, :, first :: call.k_step][:, :, : call.kv_heads] for first in (call.k_head, call.v_head))
+    if call.values != "plain":
+        v = Norm("layer" if method.is_layer else "rms_once", call.eps)(v, v.new_ones(call.head_size))
+    q, k = (_normalized(x, w, method) for x, w in ((q, call.q_weight), (k, call.k_weight)))
+    q, k = (_rotated(x, cos, sin, call.interleaved) for x in (q, k))
+    if call.positions is not None:
+        factors = position_factors_reference(call.positions, call.growth, call.period)
+        q = q * factors[..., None, None].to(q.dtype)
+    q = q * call.scale if call.scale != 1.0 else q
     return q.clone(memory_format=torch.contiguous_format), _by_head(k), _by_head(v)
+
+
+def position_factors_reference(positions: Tensor, growth: float, period: float) -> Tensor:
+    """The factors of queries at ``positions``, float32."""
+    return 1 + growth * torch.log(1 + torch.floor(positions / period))
 
 
 def store_reference(key: Tensor, value: Tensor, store: KeyValueStore) -> None:

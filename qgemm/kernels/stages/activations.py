@@ -68,6 +68,28 @@ def relu2(x):
 
 
 @triton.jit
+def quick_gelu(x):
+    """``x * sigmoid(1.702 * x)``."""
+    return times_sigmoid(x, 1.702 * x)
+
+
+@triton.jit
+def sigmoid(x):
+    """``1 / (1 + exp(-x))``."""
+    return times_sigmoid(1.0, x)
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + exp(x))``, and ``x`` itself from 20 on, as PyTorch's."""
+    small = tl.exp(tl.where(x > 20.0, 0.0, x))
+    above = 1.0 + small
+    # What the sum loses of a small value, the quotient gives back.
+    log = tl.where(above == 1.0, small, tl.log(above) * (small / tl.where(above == 1.0, 1.0, above - 1.0)))
+    return tl.where(x > 20.0, x, log)
+
+
+@triton.jit
 def gate_value(gate, FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr):
     """The activated gate of ``ACTIVATION``, a ``GatedActivation``. ``FUNCTION``: the device function of its name."""
     if ACTIVATION.limit is not None:
@@ -81,9 +103,10 @@ def gate_slope(gate, ACTIVATION: tl.constexpr):
     x = gate
     if ACTIVATION.limit is not None:
         x = tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
-    if ACTIVATION.name == "silu":
-        sigmoid = 1.0 / (1.0 + tl.exp(-ACTIVATION.alpha * x))
-        slope = sigmoid * (1.0 + ACTIVATION.alpha * x * (1.0 - sigmoid))
+    if ACTIVATION.name == "silu" or ACTIVATION.name == "quick_gelu":
+        ALPHA: tl.constexpr = 1.702 if ACTIVATION.name == "quick_gelu" else ACTIVATION.alpha
+        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * x))
+        slope = sigmoid * (1.0 + ALPHA * x * (1.0 - sigmoid))
     elif ACTIVATION.name == "relu":
         slope = tl.where(x <= 0, 0.0, 1.0)
     elif ACTIVATION.name == "relu2":
@@ -111,5 +134,17 @@ def device_activation(name: str, itemsize: int):
     return gelu_of_16_bits if (name, itemsize) == ("gelu", 2) else DEVICE_ACTIVATIONS[name]
 
 
-DEVICE_ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "relu2": relu2}
+def device_gate(name: str, itemsize: int):
+    """The same for a function of ``gating.dispatch.GATES``."""
+    return {"sigmoid": sigmoid, "softplus": softplus}.get(name) or device_activation(name, itemsize)
+
+
+DEVICE_ACTIVATIONS = {
+    "relu": relu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "silu": silu,
+    "relu2": relu2,
+    "quick_gelu": quick_gelu,
+}
 """The device functions by name."""

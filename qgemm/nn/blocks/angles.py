@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,44 @@ def angles_of(module: nn.Module, layer_type: str) -> tuple[Tensor | None, float 
     return module._buffers.get(f"{prefix}{FREQUENCIES}"), getattr(module, f"{prefix}{_SCALING}", None)
 
 
+class Table(NamedTuple):
+    """The form of cosines and sines.
+
+    - ``layout``: as in ``dispatch.rotary_angles``.
+    - ``in_float``: whether they are float32, instead of having the dtype of the hidden states.
+    - ``axes``: the axis of each pair, if positions have several; otherwise empty.
+    """
+
+    layout: str
+    in_float: bool = False
+    axes: tuple[int, ...] = ()
+
+    def of(
+        self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype, axes: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for hidden states in ``dtype``. ``axes``: those of the table, on the device."""
+        dtype = torch.float32 if self.in_float else dtype
+        cos, sin = torch.ops.qgemm.rotary_angles(positions, frequencies, scale, self.layout, dtype, axes)
+        return cos, sin
+
+    def axes_on(self, device: torch.device) -> Tensor | None:
+        """``axes`` as a tensor, or None if there are none."""
+        return torch.tensor(self.axes, dtype=torch.int32, device=device) if self.axes else None
+
+
 @dataclass(frozen=True, eq=False)
 class FusedAngles:
     """How a rotary embedding computes: ``cos(position * inv_freq) * attention_scaling``, and sines likewise.
 
-    - ``layouts``: as in ``dispatch.rotary_angles``, by the type of the layers that they are for; "" stands for all
-      types.
+    - ``tables``: their form by the type of the layers that they are for; "" stands for all types.
     - ``own``: the frequencies of an embedding that computes them in every call and doesn't read its buffer, likewise.
+    - ``axes``: those of the tables that have any, likewise.
     """
 
     module: nn.Module
-    layouts: Mapping[str, str]
+    tables: Mapping[str, Table]
     own: dict[str, Tensor] = field(default_factory=dict)
+    axes: dict[str, Tensor | None] = field(default_factory=dict)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -43,12 +69,14 @@ class FusedAngles:
         """Does nothing: there are no weights."""
 
     def __call__(self, x: Any, positions: Any, layer_type: Any = "") -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines in the dtype of ``x`` for ``positions [B, S]``; None if they can't be computed here."""
-        if type(x) is not Tensor or type(positions) is not Tensor or positions.dim() != 2:
+        """Cosines and sines for ``x`` at ``positions [B, S]`` or ``[A, B, S]``; None if they can't be computed here."""
+        if type(x) is not Tensor or type(positions) is not Tensor:
             return None
-        layout = self.layouts.get(layer_type)
+        table = self.tables.get(layer_type)
         frequencies, scale = angles_of(self.module, layer_type)
-        if layout is None or frequencies is None or not isinstance(scale, float):
+        if table is None or frequencies is None or not isinstance(scale, float):
+            return None
+        if positions.dim() != 2 + bool(table.axes) or positions.shape[0] <= max(table.axes, default=-1):
             return None
         if not x.device == positions.device == frequencies.device:
             return None
@@ -56,8 +84,9 @@ class FusedAngles:
             return None
         if (own := self.own.get(layer_type)) is not None:
             frequencies = self.own[layer_type] = own.to(x.device)
-        cos, sin = torch.ops.qgemm.rotary_angles(positions, frequencies, scale, layout, x.dtype)
-        return cos, sin
+        if (axes := self.axes.get(layer_type)) is not None:
+            axes = self.axes[layer_type] = axes.to(x.device)
+        return table.of(positions, frequencies, scale, x.dtype, axes)
 
 
 def forward(self: Any, x: Any, position_ids: Any, *args: Any, **others: Any) -> Any:

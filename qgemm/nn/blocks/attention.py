@@ -21,6 +21,7 @@ from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.position_bias import POSITION_BIAS, PositionBias
 from qgemm.nn.blocks.steps import NormStep, read
 from qgemm.ops.rotary import rotate
+from qgemm.ops.rows import gate_heads
 
 CACHES = ("cache", "past_key_values", "layer_past")
 """What models call a cache of keys and values among their arguments: since transformers 5.24, and before.
@@ -83,7 +84,7 @@ class Rotation:
             values = values[..., : values.shape[-1] // 2]
         elif self.pairs == "other":
             values = values[..., ::2]
-        return values.float() if self.in_float else values
+        return values
 
 
 SHARED_STATES = "shared_kv_states"
@@ -106,11 +107,15 @@ class Temperature:
 
 @dataclass(frozen=True)
 class PositionScale:
-    """A factor of queries by position, from the model's own ``function(positions, factor, length)`` (Ministral 3)."""
+    """A factor of queries by position, from the model's own ``function(positions, factor, length)`` (Ministral 3).
+
+    ``is_known``: whether it is that of ``RotaryCall``, with ``factor`` as growth and ``length`` as period.
+    """
 
     function: Callable[[Tensor, float, int], Tensor]
     factor: float
     length: int
+    is_known: bool
 
     def __call__(self, q: Tensor, positions: Tensor) -> Tensor:
         """``q [B, H, S, D]`` at ``positions [1 or B, S]``, times that factor."""
@@ -146,8 +151,8 @@ class FusedAttention:
     - ``by_head``: whether the columns of ``qkv`` are query, key and value of one head, then those of the next.
     - ``values``: where values come from, one of ``rotary.call.VALUES``; ``value_norm``: their norm, if they have one.
     - ``gated``: whether a gate follows each head of the queries; the head's output is multiplied by its sigmoid.
-    - ``gate``, ``gate_function``: a projection whose output, through that function, multiplies heads, or None. It has a
-      column for each of theirs, or for each head.
+    - ``gate``, ``gate_function``: a projection whose output, through that function of ``gating.dispatch.GATES``,
+      multiplies heads, or None. It has a column for each of theirs, or for each head.
     - ``shared``: keys and values that other layers read too, or None. A layer that reads them has none of its own.
     - ``temperature``, ``position_scale``: a factor of queries by their position, or None.
     - ``position_bias``: what is added to the scores if the layer gets no such argument, or None.
@@ -177,7 +182,7 @@ class FusedAttention:
     value_norm: nn.Module | None = None
     gated: bool = False
     gate: MergedWeights | None = None
-    gate_function: Callable[[Tensor], Tensor] = torch.sigmoid
+    gate_function: str = "sigmoid"
     shared: SharedStates | None = None
     temperature: Temperature | None = None
     position_scale: PositionScale | None = None
@@ -223,16 +228,15 @@ class FusedAttention:
             qkv = qkv[None]
         shared = None if states is None else self.shared
         if shared is not None and not shared.stores:
-            q = self._find_heads(qkv, positions, None, others)[0]
+            q = self._find_heads(qkv, positions, None, seen, others)[0]
             k, v = states[shared.key]
             k, v = k.to(q.device), v.to(q.device)
         else:
-            q, k, v = self._find_heads(qkv, positions, cache, others)
+            q, k, v = self._find_heads(qkv, positions, cache, seen, others)
             if shared is not None:
                 states[shared.key] = k, v
         gate = self._queries(qkv)[1] if self.gated else None
         del qkv  # a fifth of a long prompt's memory beside weights and cache; queries, keys and values are copies
-        q = self._scaled(q, seen, others)
         if self.position_bias is not None and others.get(POSITION_BIAS) is None:
             others[POSITION_BIAS] = context[POSITION_BIAS] = self.position_bias(self.module, q, k, seen)
         others.update(self.told)
@@ -241,10 +245,10 @@ class FusedAttention:
         out = self._attend(q, k, v, mask, others)
         del q, k, v
         if gate is not None:
-            out = out * torch.sigmoid(gate)
+            out = gate_heads(out, gate, "sigmoid")
         for operand in gates:
-            factor = self.gate_function(operand.product(x, dtype))
-            out = out * factor.view(*out.shape[:-1], -1)
+            factor = operand.product(x, dtype)
+            out = gate_heads(out, factor.view(*out.shape[:-1], -1), self.gate_function)
         return out_of.product(out.reshape(*shape, -1), dtype, residual)
 
     def _scaled(self, q: Tensor, seen: Any, others: Mapping[str, Any]) -> Tensor:
@@ -275,34 +279,41 @@ class FusedAttention:
         return q, gate
 
     def _find_heads(
-        self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, cache: Any, others: dict[str, Any]
+        self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, cache: Any, seen: Any, others: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of this forward ``[B, H, S, D]``, and all keys and values ``[B, Hkv, length, D]``.
 
-        ``others``: the arguments that the attention function will get.
+        ``seen``: the number of tokens in the cache. ``others``: the arguments that the attention function will get.
         """
-        call = self._find_call(qkv, positions)
-        if call is None or (cache is None and positions is None):
+        call = self._find_call(qkv, positions, others)
+        is_split, stores = call is None or (cache is None and positions is None), False
+        if call is None or is_split:
             q, k, v = self._split(qkv, positions)
         elif self.norms is not None and self.norms.layout == "rotated":
             q, k, v = rotate(call)
             q, k = self.norms.of_rotated(q.transpose(1, 2), k)
-        elif hasattr(cache, "rotate_and_store"):
-            q, k, v = cache.rotate_and_store(self.module.layer_idx, call)
-            return q.transpose(1, 2), k, v
         else:
-            q, k, v = rotate(call)
+            stores = hasattr(cache, "rotate_and_store")
+            q, k, v = cache.rotate_and_store(self.module.layer_idx, call) if stores else rotate(call)
             q = q.transpose(1, 2)
-            if cache is None or _takes_as_they_are(cache, self.module.layer_idx, k, v):
-                return q, k, v
-        if cache is not None:
+        if is_split or not self._scales_in_rotate:
+            q = self._scaled(q, seen, others)
+        if cache is None or stores:
+            return q, k, v
+        if is_split or not _takes_as_they_are(cache, self.module.layer_idx, k, v):
             k, v = update_cache(cache, self.cache_name, k, v, self.module.layer_idx, others)
         return q, k, v
 
-    def _find_call(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> RotaryCall | None:
+    @property
+    def _scales_in_rotate(self) -> bool:
+        """Whether ``ops.rotate`` multiplies queries by all of their factors."""
+        is_last = self.norms is None or self.norms.layout != "rotated"
+        return is_last and self.temperature is None and (self.position_scale is None or self.position_scale.is_known)
+
+    def _find_call(
+        self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, others: Mapping[str, Any]
+    ) -> RotaryCall | None:
         """The arguments of ``ops.rotate``; None if it can't compute this."""
-        if self.by_head:
-            return None
         cos = sin = q_weight = k_weight = None
         kind, eps = "rms", 0.0
         if self.rotate is not None:
@@ -317,8 +328,15 @@ class FusedAttention:
                 return None
             (q_weight, k_weight), kind, eps = weights, self.norms.norm.kind, self.norms.norm.eps
         interleaved = self.rotation is not None and self.rotation.interleaved
-        heads = self.heads, self.kv_heads
-        return RotaryCall(qkv, cos, sin, q_weight, k_weight, kind, eps, *heads, interleaved, self.values, self.gated)
+        factors: dict[str, Any] = {"in_float": self.rotation is not None and self.rotation.in_float}
+        if self._scales_in_rotate:
+            factors["scale"] = self.query_scaling
+            if (by := self.position_scale) is not None:
+                factors |= {"period": float(by.length), "growth": by.factor, "positions": others["position_ids"]}
+        return RotaryCall(
+            qkv, cos, sin, q_weight, k_weight, kind, eps, self.heads, self.kv_heads, interleaved, self.values,
+            "by head" if self.by_head else "gated" if self.gated else "in turn", **factors,
+        )  # fmt: skip
 
     def _split(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, H, S, D]``, keys and values ``[B, Hkv, S, D]``, normalized and rotated."""

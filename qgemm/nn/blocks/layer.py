@@ -14,7 +14,7 @@ would bypass; layers that others have put in place of the original ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -160,6 +160,15 @@ class FusedLayer(FusedModule):
     def products(self) -> tuple[MergedWeights, ...]:
         """The weights of all branches' products."""
         return tuple([product for step in self.steps for product in step.branch.products])
+
+    def with_own_activations(self, in_float64: bool = False) -> FusedLayer:
+        """The same, with MLPs that call their modules' own activations, in float64 if that is wanted."""
+        branches = [
+            branch.with_own_activation(in_float64) if isinstance(branch, FusedMlp) else branch
+            for branch in (step.branch for step in self.steps)
+        ]
+        steps = [replace(step, branch=branch) for step, branch in zip(self.steps, branches, strict=True)]
+        return replace(self, steps=tuple(steps))
 
     @property
     def forward(self) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
-from qgemm.ops.rows import activate
+from qgemm.ops.rows import gate_heads
 
 LAYER_INPUT = "per_layer_input"
 """The name of that input among the layer's arguments."""
@@ -41,6 +41,9 @@ class FusedLayerInput:
     ) -> Tensor:
         """The branch's output for ``x [..., K]``, plus ``residual``, in ``dtype``."""
         into, out_of = operands
-        h = into.product(x, dtype)
-        h = activate(h, self.activation_name, False) if self.activation_name else self.activation(h)
-        return out_of.product(h * context[LAYER_INPUT], dtype, residual)
+        h, own = into.product(x, dtype), context[LAYER_INPUT]
+        if self.activation_name:
+            h = gate_heads(own[..., None, :], h[..., None, :], self.activation_name)[..., 0, :]
+        else:
+            h = self.activation(h) * own
+        return out_of.product(h, dtype, residual)

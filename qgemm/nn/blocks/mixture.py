@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from qgemm.kernels import Routing
 from qgemm.kernels.norms import Norm
@@ -25,6 +24,7 @@ from qgemm.nn.blocks.steps import NormStep, add, read
 from qgemm.nn.experts import QuantExperts
 from qgemm.ops.norms import add_norm
 from qgemm.ops.router import route, router_logits
+from qgemm.ops.rows import gate_heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,7 @@ class RouterStep:
     - ``linear``: the module's child that multiplies; empty if the module itself does.
     - ``chooser``: where ``module`` returns only logits, the module whose ``route_tokens_to_experts`` chooses.
     - ``top_k``: the number of experts, where the module returns a score for each.
+    - ``takes_batch``: whether the module takes ``[B, S, H]`` alone.
     """
 
     module: nn.Module
@@ -48,6 +49,7 @@ class RouterStep:
     linear: str = ""
     chooser: Any = None
     top_k: int = 0
+    takes_batch: bool = False
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of ``rows [T, H]``: ``[T, top_k]`` each."""
@@ -65,7 +67,8 @@ class RouterStep:
         return (weights if self.routing.in_float else weights.to(rows.dtype)), index
 
     def _call(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.chosen(rows, self.module(rows, self._choice_bias()) if self.told else self.module(rows))
+        given = rows[None] if self.takes_batch else rows
+        return self.chosen(rows, self.module(given, self._choice_bias()) if self.told else self.module(given))
 
     def chosen(self, rows: Tensor, out: Any) -> tuple[Tensor, Tensor]:
         """The weights and experts in ``out``, which the module returned for ``rows``."""
@@ -148,7 +151,7 @@ class FusedMixture:
             return self._experts(rows, index, weights, added).view(x.shape)
         shared: Tensor = self.shared(rows)
         if self.shared_gate is not None:
-            shared = F.sigmoid(self.shared_gate(rows)) * shared
+            shared = gate_heads(shared[:, None], self.shared_gate(rows)[:, None], "sigmoid")[:, 0]
         out = self._experts(rows, index, weights, shared).view(x.shape)
         return out if residual is None else add(out, residual, None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ class FusedMlp:
     """How a module of two or three linear layers computes.
 
     - ``first``: gate and up, or one layer that has both or isn't gated; ``down``: the last layer.
-    - ``activation``: the module's own; ``activation_name``: the one of ``kernels.activations.ACTIVATIONS`` with the
-      same bits, or empty. ``gated``: whether the first half of the columns is the gate of the second half;
+    - ``activation``: the module's own; ``activation_name``: the one of ``kernels.activations.ACTIVATIONS`` that
+      computes the same, or empty. ``gated``: whether the first half of the columns is the gate of the second half;
       ``up_first``: whether it is the other way round.
     """
 
@@ -45,6 +45,12 @@ class FusedMlp:
     def products(self) -> tuple[MergedWeights, ...]:
         """The weights of its products."""
         return (self.first, self.down)
+
+    def with_own_activation(self, in_float64: bool) -> FusedMlp:
+        """The same, calling its module's activation, whose result is rounded once if it is computed ``in_float64``."""
+        own = self.activation
+        wide: Callable[[Tensor], Tensor] = lambda h: own(h.double()).to(h.dtype)  # noqa: E731
+        return replace(self, activation=wide if in_float64 and self.activation_name else own, activation_name="")
 
     def __call__(
         self,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from families import FAMILIES
+from fusion.structures import STRUCTURES
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qgemm import fuse, quantize_model
+from qgemm import KeyValueCache, fuse, quantize_model
+from tests.operators import Operators
 
 
 class _Rotated(TorchDispatchMode):
@@ -48,3 +51,18 @@ def test_a_prompt_becomes_an_empty_cache_without_a_copy() -> None:
             assert layer.values.untyped_storage().nbytes() == layer.values.nbytes
         # It goes on as any.
         assert torch.equal(model(tokens, past_key_values=found).logits, continued)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gpt_neox", "ministral3", "opt"])
+def test_a_step_rotates_scales_and_stores_in_one_operator(family: str) -> None:
+    """Heads of GPT-NeoX come with their keys and values; queries of Ministral 3 and OPT have factors."""
+    model: Any = {**FAMILIES, **STRUCTURES}[family]().model
+    quantize_model(model, fuse=True)
+    model.set_attn_implementation("qgemm")
+    cache, token = KeyValueCache(model.config, 1, 16), torch.ones(1, 1, dtype=torch.int64)
+    model(token, past_key_values=cache)
+    with Operators() as counted:
+        model(token, past_key_values=cache)
+    assert counted.names.count("qgemm.rotate_and_store") == 2
+    assert all(counted.names.count(f"aten.{name}") <= 1 for name in ("cat", "neg", "log", "mul"))  # not one a layer

@@ -46,6 +46,8 @@ SHARED = ["quant_linear", "activation_quantize", "multiply", "mm", "sigmoid", "m
         ("hunyuan_v1_moe", ["mm", "route", *SHARED[:3], "quant_experts", "add_norm"]),
         ("jamba", ["mm", "route", "quant_experts"]),
         ("ernie4_5_moe", ["mm", "route", *SHARED[:3], "quant_experts", "add_norm"]),
+        ("afmoe_sparse", ["mm", "route", *SHARED[:3], "quant_experts", "add_norm"]),
+        ("hy_v3", ["mm", "route", *SHARED[:3], "quant_experts", "add_norm"]),
         ("llama4", ["mm", "route", *SHARED[:3], "mul", "new_ones", "quant_experts", "add_norm"]),
     ],
 )

@@ -1,0 +1,1 @@
+"""Heads of rows times functions of gates, on a GPU."""

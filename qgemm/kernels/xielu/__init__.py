@@ -1,0 +1,1 @@
+"""xIELU, an activation with parameters, on a GPU."""
