@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from families import FAMILIES
+from fusion.structures import STRUCTURES
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qgemm import fuse, quantize_model
+from qgemm import fuse, fusion_report, quantize_model
+from qgemm.nn.blocks.attention import FusedAttention
 
 
 class _Rotated(TorchDispatchMode):
@@ -48,3 +51,16 @@ def test_a_prompt_becomes_an_empty_cache_without_a_copy() -> None:
             assert layer.values.untyped_storage().nbytes() == layer.values.nbytes
         # It goes on as any.
         assert torch.equal(model(tokens, past_key_values=found).logits, continued)
+
+
+# Norms of all columns, of values, keys that are the values, and a gate.
+@pytest.mark.parametrize("family", ["olmo2", "gemma4", "gemma4_keys", "qwen3_5"])
+@torch.no_grad()
+def test_what_the_operator_cannot_rotate_has_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = {**FAMILIES, **STRUCTURES}[family]()
+    model = quantize_model(example.model.bfloat16())
+    expected = example.output()
+    monkeypatch.setattr(FusedAttention, "_find_call", lambda *_: None)
+    fuse(model)
+    assert any("attention" in record.parts for record in fusion_report(model).records)
+    assert torch.equal(example.output(), expected)
