@@ -483,3 +483,4 @@ def test_a_model_without_layers() -> None:
         fusion_report(model)
     quantize_model(model)
     assert fusion_report(fuse(model)).records == ()
+    assert str(fusion_report(model)).endswith("0 of 0 layers fused")
