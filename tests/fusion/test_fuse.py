@@ -123,7 +123,10 @@ def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype
     if family in DECODERS:
         assert example.inputs["input_ids"].numel() <= MAX_SMALL_ROWS < many.inputs["input_ids"].numel()
     expected, expected_of_many, products = example.output(), many.output(), products_in(example)
+    state = torch.get_rng_state()
     fuse(example.model, None if "input_ids" in example.inputs and len(example.inputs) == 1 else example.inputs)
+    # The forward of wav2vec2 draws which layers to drop in training.
+    assert torch.equal(torch.get_rng_state(), state) or family == "wav2vec2"
     assert fused_parts(example.model) == FUSED[family]
     assert all(record.error is not None and record.error <= MAX_ERROR for record in fusion_report(example.model).fused)
     if family in OTHER_SUMS:
