@@ -62,7 +62,7 @@ class Answers:
                 pass
 
         found = ThreadingHTTPServer(("localhost", 0), Handler)
-        thread = threading.Thread(target=found.serve_forever)
+        thread = threading.Thread(target=found.serve_forever, args=(0.01,))  # how often it looks for its end
         thread.start()
         try:
             yield f"http://localhost:{found.server_port}"

@@ -143,22 +143,16 @@ def _parse_groups(quantization: dict[str, Any], stored: dict[str, StoredTensor],
         try:
             parsed.append(parse_group(name, group, quantization.get("format")))
         except Unsupported as problem:
-            layer = _layer_with(problem.leaves, group, len(groups) == 1, stored)
+            layer = _layer_with(problem.leaves, len(groups) == 1, stored)
             where = f"config_groups.{name}" + (f", such as layer {layer}," if layer else "")
             raise unsupported(f"{config_path}: {where} {problem}; {SUPPORTED}") from None
     return parsed
 
 
-def _layer_with(
-    leaves: tuple[str, ...], group: dict[str, Any], is_only: bool, stored: dict[str, StoredTensor]
-) -> str | None:
-    """A layer quantized in this way, if the files or the group's targets show one."""
+def _layer_with(leaves: tuple[str, ...], is_only: bool, stored: dict[str, StoredTensor]) -> str | None:
+    """A layer quantized in this way, if the files show one."""
     for name in stored:
         layer, leaf = split_name(name)
         if leaf in leaves or (is_only and leaf in ("weight_scale", "weight_packed")):
             return layer
-    targets = group.get("targets")
-    for target in targets if isinstance(targets, list) else []:
-        if isinstance(target, str) and f"{target}.weight_scale" in stored:
-            return target
     return None

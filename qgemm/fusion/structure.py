@@ -337,7 +337,7 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
         called_cross = CalledBranch(cross, True, names) if _has_own_norm(found) else None
         made.add("cross attention", found.crosses, find, called_cross)
     module = layer.get_submodule(found.mlp)
-    called = CalledBranch(module, False, adds=_adds(module)) if found.mlp else None
+    called = CalledBranch(module, False) if found.mlp else None
     if found.mlp_layers is None:
         shared = layer._modules.get(_SHARED_MLP)
         find = partial(branches.find_mixture, module, call, shared)

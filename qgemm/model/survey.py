@@ -152,8 +152,7 @@ class _Survey:
     def _bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self.counted}
         self.counted.update(new)
-        known = (parameter for parameter in new.values() if not is_lazy(parameter))
-        return sum(parameter.nbytes for parameter in known)
+        return sum(parameter.nbytes for parameter in new.values())
 
     def _parts_of_base(self, pretrained: nn.Module) -> set[int]:
         if id(pretrained) not in self.base_parts:

@@ -126,6 +126,16 @@ def test_awq_leaves_experts_to_another_method_if_it_does_not_clip() -> None:
     assert all(work.weights is None for work in block.experts.values())
 
 
+def test_weights_that_were_decided_before_their_inputs_changed_are_taken_back() -> None:
+    _, block = experts_block("qwen2_moe")  # a norm is before experts and linear layers
+    GPTQ().apply(block)
+    assert all(work.decided for work in block.experts.values())
+    SmoothQuant(0.5).apply(block)
+    for work in block.experts.values():
+        assert not work.decided
+        assert work.notes[-1].startswith("its weight was decided before a later method changed what is rounded")
+
+
 def test_experts_with_few_tokens_are_rounded_to_nearest_and_said() -> None:
     _, block = experts_block("mixtral", tokens=60)
     [first, *_] = block.experts.values()

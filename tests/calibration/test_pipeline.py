@@ -25,6 +25,7 @@ from qgemm.calibration import (
     Block,
     LayerWork,
     Method,
+    MSEWeights,
     QuantizedWeight,
     SmoothQuant,
 )
@@ -238,6 +239,26 @@ def test_scales_that_are_none_round_to_nearest(bad: float) -> None:
     assert same_state(model, qgemm.quantize_model(plain))
     first, second = qgemm.report(model).records
     assert (first.note, second.note) == ("probe found no finite scales: rounded to nearest", "")
+
+
+def test_scales_of_experts_that_are_none_round_to_nearest() -> None:
+    example = MIXTURES["mixtral"]()
+    plain = copy.deepcopy(example.model)
+
+    def decide(block: Block) -> None:
+        layers = [*block.layers.values()]
+        block.layers.clear()
+        MSEWeights().apply(block)
+        block.layers.update({work.name: work for work in layers})
+        for work in block.experts.values():
+            assert work.weights is not None
+            work.weights["down_proj"].scale[0, 0] = torch.nan
+
+    qgemm.quantize_model(example.model, recipe=[Probe(does=decide)])
+    assert same_state(example.model, qgemm.quantize_model(plain))
+    notes = [record.note for record in qgemm.report(example.model).quantized if ".experts" in record.name]
+    assert all("probe found no finite scales: rounded to nearest" in note for note in notes)
+    assert notes
 
 
 class Sided(nn.Module):

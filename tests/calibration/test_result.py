@@ -80,8 +80,8 @@ def test_a_saved_calibration_comes_back(tmp_path: Path, observer: Any) -> None:
 
 def test_a_file_is_replaced_only_on_request(tmp_path: Path) -> None:
     path = tmp_path / "statistics.safetensors"
-    calibrated("min-max", torch.ones(1, 8)).save(path)
-    second = calibrated("min-max", torch.ones(2, 8))
+    calibrated("moving-average", torch.ones(1, 8)).save(path)
+    second = calibrated("moving-average", torch.ones(2, 8))
     with pytest.raises(FileExistsError, match="overwrite=True"):
         second.save(path)
     assert Calibration.load(path).statistics["a"].tokens == 1

@@ -93,6 +93,13 @@ def test_a_static_range_is_that_of_all_tokens() -> None:
     assert torch.equal(rounded, (x / 0.1).round() * 0.1)
     _, rounded = rounded_input(work_of(SCHEMES["int8-static"]), seen, torch.full((64,), 2.0))
     torch.testing.assert_close(rounded, (x / 2 / 0.05).round() * 0.05)
+    x = x / 8 + 0.25
+    _, rounded = rounded_input(work_of(SCHEMES["int8-static-asymmetric"]), seen_of(x))
+    step = (x.max() - x.min()) / 255
+    torch.testing.assert_close(rounded, (x / step).round() * step)
+    _, rounded = rounded_input(work_of(SCHEMES["int8-static-asymmetric"]), seen_of(x.abs() + 1))
+    step = (x.abs().max() + 1) / 255  # from 0 on
+    torch.testing.assert_close(rounded, ((x.abs() + 1) / step).round() * step)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8-static"])

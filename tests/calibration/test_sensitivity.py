@@ -152,6 +152,14 @@ def test_the_layers_own_error_is_on_its_float_input() -> None:
     assert record.layer_error == pytest.approx(float(first), rel=0.2)
 
 
+def test_zeros_are_not_damaged() -> None:
+    model = Regression()
+    for parameter in model.down.parameters():
+        nn.init.zeros_(parameter)
+    [record] = sensitivity(model, [torch.randn(2, 5, 32)], skip=["up", "side"], progress=False).records
+    assert (record.damage, record.layer_error) == (0.0, 0.0)
+
+
 def test_tokens_that_are_masked_do_not_count() -> None:
     model, x = Regression().eval(), torch.randn(2, 5, 32)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])

@@ -32,6 +32,8 @@ def test_moments_and_magnitudes(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(seen.second_moment.numpy(), x.T @ x / len(x), rtol=1e-5, atol=1e-6)
     assert seen.rows is None
     assert added(calls).second_moment is None
+    # A sum in float32 would round the 3.
+    assert added([torch.tensor([[value]]) for value in (2.0**24, 3.0, -(2.0**24))]).mean == 1.0
 
 
 def test_the_second_moment_gives_the_error_of_a_layers_output() -> None:

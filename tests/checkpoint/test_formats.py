@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from checkpoint.foreign import edit_quantization
+from checkpoint.rewriting import edited
 from checkpoint.samples import SAMPLES
-from qgemm import CheckpointError
+from qgemm import CheckpointError, load_quantized
 from qgemm.checkpoint.cache_scales import NOTE
 from qgemm.checkpoint.compressed_tensors import NO_ORDER
 from qgemm.checkpoint.contents import Contents
@@ -87,6 +90,18 @@ def test_settings_of_the_text_model(tmp_path: Path) -> None:
     # What the whole model's config says comes first.
     both = {**config, "quantization_config": {**said, "rotation": None}, "text_config": {"quantization_config": said}}
     assert read_contents(folder, both, folder / "config.json").notes == [NOTE]
+
+
+def test_two_stored_tensors_stay_two_where_the_config_ties_them(tmp_path: Path) -> None:
+    folder = shutil.copytree(SAMPLES / GPTQ, tmp_path / "copy")
+    with edited(folder / "config.json") as config:
+        config["tie_word_embeddings"] = True
+    model, stored = load_quantized(folder), load_file(folder / "model.safetensors")
+    assert model.all_tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
+    head, embeddings = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
+    assert not torch.equal(head, embeddings)
+    assert torch.equal(model.lm_head.weight, head)
+    assert torch.equal(model.model.embed_tokens.weight, embeddings)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,10 @@ def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype
     own, products = example.output(), products_in(example)
     with rounding_once(example.model):
         expected, expected_of_many = example.output(), many.output()
+    state = torch.get_rng_state()
     fuse(example.model, None if "input_ids" in example.inputs and len(example.inputs) == 1 else example.inputs)
+    # The forward of wav2vec2 draws which layers to drop in training.
+    assert torch.equal(torch.get_rng_state(), state) or family == "wav2vec2"
     assert fused_parts(example.model) == FUSED[family]
     assert all(record.error is not None and record.error <= MAX_ERROR for record in fusion_report(example.model).fused)
     if family in OTHER_SUMS:
@@ -487,3 +490,4 @@ def test_a_model_without_layers() -> None:
         fusion_report(model)
     quantize_model(model)
     assert fusion_report(fuse(model)).records == ()
+    assert str(fusion_report(model)).endswith("0 of 0 layers fused")

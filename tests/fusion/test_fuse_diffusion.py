@@ -368,6 +368,28 @@ def test_blocks_that_stay(build: Callable[[], tuple[nn.Module, Inputs]], reason:
     assert not report.records[-1].parts
 
 
+@pytest.mark.parametrize(
+    ("build", "part", "names", "value", "reason"),
+    [
+        (flux, "attn", ("norm_q", "norm_k"), nn.Identity(), "the norms of its queries and keys are unknown, or differ"),
+        (flux, "attn", ("norm_q",), nn.RMSNorm(32, eps=0.1), "the norms of its queries and keys are unknown, or diff"),
+        (flux, "attn", ("processor",), nn.Identity(), "its attention has a Identity, not a FluxAttnProcessor"),
+        (flux, "norm1", ("silu",), nn.ReLU(), "its modulation begins with a ReLU, not SiLU"),
+        (flux, "ff.net", ("0",), nn.ReLU(), "the activation of its MLP is a ReLU, not a GELU"),
+        (sd3, "", ("_chunk_size",), 2, "its MLPs are computed in chunks"),
+        (flux, "", ("forward",), print, "its forward was replaced, as accelerate's hooks do"),
+    ],
+)
+def test_blocks_that_were_changed(build: Any, part: str, names: tuple[str, ...], value: Any, reason: str) -> None:
+    model, _ = build()
+    quantize_model(model)
+    for name in names:
+        setattr(model.transformer_blocks[0].get_submodule(part), name, value)
+    record = fusion_report(fuse(model)).records[0]
+    assert record.reason.startswith(reason)
+    assert not record.parts
+
+
 def test_layers_in_float_and_merged_projections_stay() -> None:
     model, _ = flux()
     report = fusion_report(quantize_model(model, skip=["*.ff.*"], fuse=True))

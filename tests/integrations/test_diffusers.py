@@ -56,6 +56,8 @@ def test_the_dtype_stays_that_of_the_float_model(scheme: str, model: nn.Module) 
     assert quantize_model(model, scheme).dtype == torch.bfloat16
     model.proj_out.bias = None
     assert isinstance(model.dtype, torch.dtype)  # of what is left
+    type(model)._keep_in_fp32_modules = None  # type: ignore[assignment]  # as of most models
+    assert model.dtype == torch.float32
 
 
 def test_a_quantized_model_is_not_saved_as_a_float_one(model: nn.Module, tmp_path: Path) -> None:

@@ -242,9 +242,13 @@ def test_dequantize(llama_folder: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_dequantized_model(llama_folder: Path) -> None:
-    model = qgemm.fuse(load_int8(llama_folder))
-    layer = weakref.ref(model.model.layers[0].mlp.up_proj)
+    model = load_int8(llama_folder)
+    first, second = (each.mlp for each in model.model.layers)
+    second.down_proj = first.down_proj
+    qgemm.fuse(model)
+    layer = weakref.ref(first.up_proj)
     model.dequantize()
+    assert second.down_proj is first.down_proj
     gc.collect()
     assert layer() is None, "a fused layer keeps it"
     with pytest.raises(ValueError, match="holds no quantized layer"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, VOCABULARY
+from families.example import DEPTH, language_model
 from families.mixtures import MIXTURES
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -58,11 +59,20 @@ def one_by_one(model: Any) -> list[list[int]]:
     return [model.generate(ids, generation_config=SETTINGS)[0, ids.shape[1] :].tolist() for ids in prompts]
 
 
+# Heads of values are narrower than those of keys.
+NARROW = language_model(
+    "MiMoV2FlashForCausalLM",
+    **{**DEPTH, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "head_dim": 24, "v_head_dim": 16},
+    **{"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense"] * 2, "intermediate_size": 96},
+    **{"initializer_range": 0.1, "pad_token_id": 0},
+)
+
+
 @pytest.mark.slow(quick=["llama-fused"])
 @pytest.mark.parametrize("fused", [False, True], ids=["float", "fused"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "mimo"])
 def test_tokens_are_those_of_generate(family: str, fused: bool, calls: list[tuple[int, int]]) -> None:
-    model: Any = (FAMILIES | MIXTURES)[family]().model.to(DEVICE)
+    model: Any = (FAMILIES | MIXTURES | {"mimo": NARROW})[family]().model.to(DEVICE)
     if fused:
         qgemm.quantize_model(model, fuse=True, progress=False)
     expected = one_by_one(model)

@@ -190,6 +190,8 @@ def test_a_cache_is_reused_at_the_same_addresses() -> None:
     with pytest.raises(ValueError, match="as a negative number, and got 1"):
         cache.crop(1)
     assert cache.used == cache.length.item() == PROMPT - 1
+    cache.crop(-PROMPT)  # more than there are
+    assert cache.used == 0
     cache.reset()
     alone = generate(model, {name: x[1:] for name, x in inputs.items()}, cache)
     torch.testing.assert_close(alone, wanted[:, 1:], rtol=1e-4, atol=1e-4)

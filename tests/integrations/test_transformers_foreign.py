@@ -64,6 +64,8 @@ def test_samples(name: str) -> None:
     notes = [str(each.message) for each in caught if name in str(each.message)]
     assert notes == 2 * notes[: len(notes) // 2]  # as load_quantized warns
     assert not info["missing_keys"]
+    for name in ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"):  # adapters may come later
+        assert getattr(model, name) == getattr(type(model), name)
     assert not info["unexpected_keys"]
 
 

@@ -388,6 +388,7 @@ NOT_COVERED: dict[str, tuple[dict[str, Any], str]] = {
     "a processor": ({"logits_processor": LogitsProcessorList([_Reversed()])}, "no logits processor _Reversed"),
     "a criterion": ({"stopping_criteria": StoppingCriteriaList([_Never()])}, "no stopping criterion _Never"),
     "no cache": ({"use_cache": False}, "use_cache is False"),
+    "a prompt in chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size is set"),
     "holes in the mask": ({"attention_mask": 1 - torch.eye(3, 7).long()}, "only padding on the left is covered"),
 }
 

@@ -360,6 +360,13 @@ def test_no_gradient_is_recorded() -> None:
             {"down": torch.zeros(4, 48, 40).char(), "down_scale": torch.zeros(4, 48)},
             r"gate_up is \[5, 80, 48\].*\[4, 80, 48\]",
         ),
+        (
+            {
+                **{"gate_up": torch.zeros(5, 0, 48).char(), "gate_up_scale": torch.zeros(5, 0), "gate_up_bias": None},
+                "down": torch.zeros(5, 48, 0).char(),
+            },
+            r"down is \[5, 48, 0\]; its last dimension must be at least 1",
+        ),
         ({"down_scale": torch.zeros(48)}, r"down's scale is .*\[5, 48\]"),
         ({"down_bias": torch.zeros(5, 48).char()}, "down's bias is torch.int8"),
     ],

@@ -5,6 +5,7 @@ The kernels run in Triton's interpreter here, compiled on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.moe import launcher
 from qgemm.kernels.moe import weight_launcher as moe
+from qgemm.kernels.moe.checks import check_weight_only_experts
 from qgemm.kernels.moe.few_tokens import list_pairs_launch
 from qgemm.kernels.reference import weight_only_experts_reference
 from qgemm.kernels.stored_form import StoredForm
@@ -174,3 +176,22 @@ def test_lists_of_pairs(P: int, experts: int, device: torch.device) -> None:
             wanted = []  # another pair has the list
         assert [count, *found[:count]] == [len(wanted), *wanted]
         assert set(found[count:]) <= {-7}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gate_up", lambda x: x[0], r"gate_up and down are \[288, 128\] and \[3, 48, 128\]; they must"),
+        ("gate_up", lambda x: x[:, 1:], r"gate_up is \[3, 287, 128\]; its rows must be an even number"),
+        ("gate_up", lambda x: x.mT.contiguous().mT, r"gate_up has strides \(36864, 1, 288\); it must be contiguous"),
+        ("gate_up_scale", lambda x: x[..., :1], r"gate_up's scale is torch.bfloat16 \[3, 288, 1\]"),
+        ("down_global_scale", lambda x: torch.ones(E, 2), "down's scale is torch.bfloat16, with a global scale"),
+    ],
+)
+def test_what_is_refused(name: str, change: Callable[[Any], Tensor], message: str) -> None:
+    device = torch.device("cpu")
+    held = weights("int4-32", torch.bfloat16, device)
+    with pytest.raises(ValueError, match=message):
+        check_weight_only_experts(
+            *routed(3, torch.bfloat16, device), held._replace(**{name: change(getattr(held, name))})
+        )

@@ -280,6 +280,7 @@ def test_nothing_to_do(B: int, S: int, functions: Any, device: torch.device) -> 
         (3, torch.zeros(32), r"q_weight is \[32\]; it must be \[16\], \[4, 16\] or \[64\]"),
         (4, torch.zeros(16).half(), "k_weight is torch.float16; it must be torch.float32, as qkv"),
         (5, "l2", "norm is 'l2'"),
+        (5, "layer_by_steps", "norm is 'layer_by_steps'; of queries and keys it must be one of"),
         (7, 3, "q_heads is 3 and kv_heads 2; both are from 1 on, the one a multiple of the other"),
         (10, "keys", "values is 'keys'; it must be one of"),
         (11, "by row", "layout is 'by row'; it must be one of"),
@@ -297,6 +298,7 @@ def test_nothing_to_do(B: int, S: int, functions: Any, device: torch.device) -> 
         ),
         (18, torch.zeros(2, 2, 9, 16), r"k is \[2, 2, 10, 16\] and v is \[2, 2, 9, 16\]: they must be alike"),
         (18, torch.zeros(2, 3, 10, 16), r"v is \[2, 3, 10, 16\]; it must be \[2, 2, L, 16\]"),
+        (18, torch.zeros(2, 2, 16, 10).mT, r"v has strides \(320, 160, 1, 10\); its last dimension must be contiguous"),
         (19, torch.zeros(2, 2, 10), "k_scale and v_scale go together"),
         (21, torch.zeros(1), r"length is torch.float32 \[1\]; it must be torch.int32 \[1\] or \[2\]"),
     ],
@@ -310,6 +312,17 @@ def test_what_is_refused(position: int, value: Any, message: str, where: str) ->
         given = [x.to("meta") if isinstance(x, Tensor) else x for x in given]
     with pytest.raises((ValueError, TypeError), match=message):
         torch.ops.qgemm.rotate_and_store(*given)
+
+
+def test_keys_and_values_that_are_refused() -> None:
+    key, store = torch.zeros(2, 2, 3, 16), cache(torch.float32, torch.device("cpu"))
+    for keys, values, message in (
+        (key.double(), key.double(), "key is torch.float64; a cache accepts float16, bfloat16, float32"),
+        (key, key[..., 0], r"value is \[2, 2, 3\]; it must be \[B, kv_heads, S, D\]"),
+        (key, key.half(), "and value is torch.float16 .*: they must be alike"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            torch.ops.qgemm.store_key_value(keys, values, *store, torch.tensor([4], dtype=torch.int32))
 
 
 def test_a_cache_on_another_device_is_refused() -> None:

@@ -140,6 +140,8 @@ def test_it_says_what_it_takes(device: torch.device) -> None:
         dispatch.choose_tokens(Choice(scores, *written._replace(rows=written.rows[:, :2].clone())))
     with pytest.raises(ValueError, match=r"rows is torch.int64 \[\]; it must be contiguous torch.int64 \[0, 3\]"):
         dispatch.choose_tokens(Choice(scores, *written._replace(rows=written.rows[0, 0])))
+    with pytest.raises(ValueError, match=r"rows is torch.int64 \[3, 3\]; it must be contiguous"):
+        dispatch.choose_tokens(Choice(scores, *written._replace(rows=written.rows.mT)))
     with pytest.raises(ValueError, match=r"finished is torch\.int64"):
         dispatch.choose_tokens(Choice(scores, *written._replace(finished=written.finished.long())))
     with pytest.raises(ValueError, match=r"ends is torch\.int32"):

@@ -246,6 +246,7 @@ LLAMA = [(4096, 4096), (28_672, 4096), (4096, 14_336), (57_344, 8192), (8192, 28
 def test_a_config_fits(M: int, group: int) -> None:
     for N, K in LLAMA:
         config = select_config(M, N, K, group, H200)
+        assert not config.multiplies
         assert config.shared_memory() <= H200.shared_memory
         assert (config.warps > 0) == (M <= MAX_FEW_ROWS)
         assert config.cols >= min(M, MAX_FEW_ROWS)

@@ -85,6 +85,11 @@ def test_include_cannot_do_what_cannot_be_done(include: Any, message: str) -> No
     assert not any(isinstance(module, QuantLinear) for module in model.modules())
 
 
+def test_include_is_no_way_out_where_it_changes_nothing() -> None:
+    with pytest.raises(ValueError, match=r"nothing to quantize: all 3 .*\)$"):
+        quantize_model(Tied(), skip="body")
+
+
 def test_a_tied_head_stays_tied_under_include() -> None:
     model: Any = FAMILIES["gpt2"]().model
     with pytest.raises(ValueError, match=r"can't be quantized: 1 x it shares its weight with transformer\.wte"):
@@ -164,7 +169,7 @@ def test_skip_and_include_beside_schemes_by_pattern() -> None:
         ({"*": "int8", "*.up": "int4"}, r"scheme: '\*.up' comes after patterns that match all of its layers"),
         ({"*": "int9"}, "scheme is 'int9'"),
         ("int4+int8-weight", r"'int4\+int8-weight', which is for experts alone, and layers.0.up is linear"),
-        ({"*": None}, r"nothing to quantize: all 5 .* \(5 x scheme=\{'\*': None\}\)"),
+        ({"*": None}, r"nothing to quantize: all 5 .* \(5 x scheme=\{'\*': None\}\)$"),
     ],
 )
 def test_schemes_by_pattern_that_do_not_fit(scheme: Any, message: str) -> None:

@@ -128,6 +128,13 @@ def test_copies(scheme: str, how: str) -> None:
     assert getattr(layer, layer.weight_names[0]).any(), "the copy must have its own memory"
 
 
+def test_a_shallow_copy_has_the_same_parameters() -> None:
+    layer, x = make("fp8"), torch.randn(3, K)
+    other = copy.copy(layer)
+    assert torch.equal(other(x), layer(x))
+    assert other.stored("weight") is layer.stored("weight")
+
+
 @SCHEME
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict(scheme: str, assign: bool) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from families import FAMILIES
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
@@ -151,7 +152,7 @@ def test_attention_of_another_kind_is_seen(graphs: list[Any], device: torch.devi
         assert len(graphs) == count
 
 
-@pytest.mark.parametrize("case", ["gradients", "training", "autocast", "mode", "cache"])
+@pytest.mark.parametrize("case", ["gradients", "training", "autocast", "mode", "tangents", "cache"])
 def test_calls_that_are_more_than_kernels_run_as_before(
     graphs: list[Any], case: str, scaled: Scaled, device: torch.device
 ) -> None:
@@ -161,6 +162,7 @@ def test_calls_that_are_more_than_kernels_run_as_before(
         "gradients": torch.enable_grad(),
         "autocast": torch.autocast(device.type, torch.bfloat16),
         "mode": FlopCounterMode(display=False),
+        "tangents": forward_ad.dual_level(),
     }
     scaled.train(case == "training")
     extra = DynamicCache() if case == "cache" else None

@@ -11,7 +11,8 @@ from families import FAMILIES
 from fusion.structures import STRUCTURES
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qgemm import KeyValueCache, fuse, quantize_model
+from qgemm import KeyValueCache, fuse, fusion_report, quantize_model
+from qgemm.nn.blocks.attention import FusedAttention
 from tests.operators import Operators
 
 
@@ -66,3 +67,16 @@ def test_a_step_rotates_scales_and_stores_in_one_operator(family: str) -> None:
         model(token, past_key_values=cache)
     assert counted.names.count("qgemm.rotate_and_store") == 2
     assert all(counted.names.count(f"aten.{name}") <= 1 for name in ("cat", "neg", "log", "mul"))  # not one a layer
+
+
+# Norms of all columns, of values, keys that are the values, and a gate.
+@pytest.mark.parametrize("family", ["olmo2", "gemma4", "gemma4_keys", "qwen3_5"])
+@torch.no_grad()
+def test_what_the_operator_cannot_rotate_has_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = {**FAMILIES, **STRUCTURES}[family]()
+    model = quantize_model(example.model.bfloat16())
+    expected = example.output()
+    monkeypatch.setattr(FusedAttention, "_find_call", lambda *_: None)
+    fuse(model)
+    assert any("attention" in record.parts for record in fusion_report(model).records)
+    assert torch.equal(example.output(), expected)

@@ -63,6 +63,19 @@ def test_a_mixture_is_three_operators(family: str, expected: list[str]) -> None:
         assert torch.equal(mixture(x, (), residual, x.dtype, {}), out)
 
 
+@torch.no_grad()
+def test_experts_whose_inputs_are_multiplied_may_be_several_of_a_token() -> None:
+    model: Any = quantize_model(MIXTURES["llama4"]().model)
+    for layer in model.model.layers:
+        layer.feed_forward.router.top_k = 2
+    fuse(model)
+    mixture: Any = fused_of(model.model.layers[-1]).steps[1].branch
+    assert isinstance(mixture, FusedMixture)
+    x, residual = torch.randn(2, 1, 2, model.config.hidden_size)
+    found = mixture(x, (), residual, x.dtype, {})
+    torch.testing.assert_close(found, residual + mixture.module(x)[0].view(x.shape), rtol=1e-5, atol=1e-6)
+
+
 def test_the_router_reads_floats_that_one_operator_normalizes() -> None:
     model, _ = fused("qwen3_moe")
     names = operators(model, torch.arange(4)[None])

@@ -11,7 +11,9 @@ from fusion.structures import STRUCTURES
 from torch import nn
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
+from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.binding import fused_of
+from qgemm.nn.blocks.steps import NormStep, add, add_and_read
 from tests.operators import operators
 
 
@@ -65,6 +67,16 @@ def test_what_is_left_to_the_norm(example: Example) -> None:
     assert operators(norm, x.detach()) == ["qgemm.add_norm"]
     with torch.autocast("cpu"):
         assert len(operators(norm, x.detach())) > 1
+
+
+@torch.no_grad()
+def test_the_norm_of_a_branch_may_have_a_bias() -> None:
+    norm = nn.LayerNorm(64)
+    nn.init.normal_(norm.bias)
+    x, residual = torch.randn(2, 3, 64)
+    step = NormStep(norm, Norm("layer", norm.eps))
+    for found in (add(x, residual, step), add_and_read(x, residual, step, None, ())[0]):
+        assert torch.equal(found, residual + norm(x))
 
 
 def norms_of(model: nn.Module) -> set[str]:
