@@ -30,6 +30,7 @@ class AsymmetricLinear(QuantLinear):
     folds_bias = True
     index_names = ("bias", "input_zero_point")
     operands = (*QuantLinear.operands, "input_zero_point")
+    shared_names = (*QuantLinear.shared_names, "input_zero_point")
     input_zero_point: nn.Parameter
 
     def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:

@@ -46,7 +46,7 @@ class QuantLinear(LinearLayer):
     weight_names = ("weight",)
     scale_names = ("weight_scale", "input_scale")
     row_names: tuple[str, ...] = ("weight", "weight_scale")
-    shared_names = ("input_scale",)
+    shared_names: ClassVar[tuple[str, ...]] = ("input_scale",)
     operands: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "bias", "input_scale")
     weight: nn.Parameter
     weight_scale: nn.Parameter

@@ -40,6 +40,7 @@ class OutlierLinear(QuantLinear):
     default_scheme = "int8-outliers-16"
     row_names = ("weight", "weight_scale", "outlier_weight")
     index_names = ("outlier_columns",)
+    shared_names = (*QuantLinear.shared_names, "outlier_columns")
     outlier_columns: nn.Parameter
     outlier_weight: nn.Parameter
     _of_shard: tuple[Tensor, int, int] | None = None
@@ -106,14 +107,7 @@ class OutlierLinear(QuantLinear):
             return super().compute(x)  # raises the error
         x = to_autocast_dtype(x)
         columns, weight = self._own_columns()
-        rest = x.index_fill(-1, columns, 0)
-        out = self.product(rest)
-        outliers = x.index_select(-1, columns)
-        with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # autocast doesn't know the meta device
-            count = math.prod(x.shape[:-1])  # not -1 in a view, because either may have no columns
-            rest_rows, rows = out.reshape(count, self.out_features), outliers.reshape(count, outliers.shape[-1])
-            both = torch.addmm(rest_rows, rows, weight.t().to(x.dtype))
-        return both.view(out.shape)
+        return add_outliers(self.product(x.index_fill(-1, columns, 0)), x, columns, weight)
 
     def _own_columns(self) -> tuple[Tensor, Tensor]:
         """The outlier columns and their weights; of a row-parallel shard, only those among its own columns.
@@ -148,3 +142,13 @@ class OutlierLinear(QuantLinear):
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self._find_own_columns()
+
+
+def add_outliers(out: Tensor, x: Tensor, columns: Tensor, weight: Tensor) -> Tensor:
+    """``out [..., N]`` plus the product of ``columns`` of ``x [..., K]`` with ``weight [N, c]``, in float32."""
+    outliers = x.index_select(-1, columns)
+    with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # autocast doesn't know the meta device
+        count = math.prod(x.shape[:-1])  # not -1 in a view, because either may have no columns
+        rest_rows, rows = out.reshape(count, out.shape[-1]), outliers.reshape(count, outliers.shape[-1])
+        both = torch.addmm(rest_rows, rows, weight.t().to(x.dtype))
+    return both.view(out.shape)

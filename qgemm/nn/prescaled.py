@@ -73,4 +73,9 @@ class PrescaledLinear(WeightOnlyLinear):
         check_input(x, self.in_features)
         prescale = self.input_prescale
         check_same_device(x=x, input_prescale=prescale)
-        return super().compute(x * prescale.to(x.dtype))
+        return super().compute(prescaled(prescale, x))
+
+
+def prescaled(prescale: Tensor, x: Tensor) -> Tensor:
+    """``x * prescale``, rounded to the dtype of ``x``."""
+    return x * prescale.to(x.dtype)

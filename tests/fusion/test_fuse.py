@@ -400,15 +400,15 @@ def test_hidden_states_and_attention_weights_are_there(family: str) -> None:
 
 def test_layers_of_other_schemes_are_named() -> None:
     example = FAMILIES["llama"]()
-    quantize_model(example.model, {"*.0.self_attn.k_proj": None, "*.1.mlp.*": "int8-hadamard", "*": "int8"})
+    quantize_model(example.model, {"*.0.self_attn.k_proj": None, "*.1.mlp.up_proj": "int8-hadamard", "*": "int8"})
     expected = example.output()
     fuse(example.model)
     first, second = fusion_report(example.model).records
     assert first.parts == ("mlp",)
-    assert "of class Linear, not QuantLinear or WeightOnlyLinear" in first.reason
+    assert "of class Linear, which isn't a quantized layer's" in first.reason
     assert second.parts == ("attention",)
-    assert "is of class RotatedLinear" in second.reason
-    assert "model.layers.1.mlp.down_proj" in str(fusion_report(example.model))
+    assert "model.layers.1.mlp.gate_proj is int8, model.layers.1.mlp.up_proj int8-hadamard" in second.reason
+    assert "model.layers.1.mlp.up_proj" in str(fusion_report(example.model))
     assert torch.equal(example.output(), expected)
 
 
@@ -421,9 +421,15 @@ def test_layers_of_one_input_in_modules_that_are_called() -> None:
     assert products_in(example) == products - 2 * 2
 
 
-def test_static_scales() -> None:
+@pytest.mark.parametrize(
+    "scheme",
+    ["int8-static", "int8-hadamard", "int8-static-hadamard", "int8-static-asymmetric", "int8-outliers-16"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_schemes_with_more_parameters(scheme: str, dtype: torch.dtype) -> None:
     example = FAMILIES["llama"]()
-    quantize_model(example.model, "int8-static", calibration=[example.inputs])
+    example.model.to(dtype)
+    quantize_model(example.model, scheme, calibration=None if scheme == "int8-hadamard" else [example.inputs])
     expected = example.output()
     fuse(example.model)
     assert fused_parts(example.model) == (BOTH, BOTH)

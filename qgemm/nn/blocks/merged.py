@@ -18,14 +18,13 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.operands import Operands, operands_of
-from qgemm.nn.int4_int8 import Int4Int8Linear
-from qgemm.nn.linear import QuantLinear
+from qgemm.nn.kinds import KINDS
 from qgemm.nn.linear_layer import LinearLayer
+from qgemm.nn.outliers import OutlierLinear
 from qgemm.nn.quant_layer import frozen, joined_rows
-from qgemm.nn.weight_only import WeightOnlyLinear
+from qgemm.nn.rotated import RotatedLinear
 
 _Placed: TypeAlias = tuple[dict[str, Any], Tensor, int, Any, Any]
 """A layer's parameters, its weight, the weight's address, its scale and its bias."""
@@ -203,9 +202,8 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
 
 def _why_alone(layer: nn.Module) -> str:
     """Why ``layer`` can't be merged with any other; empty if it can."""
-    if not isinstance(layer, LinearLayer) or type(layer) not in _MERGED:
-        names = " or ".join(kind.__name__ for kind in _MERGED)
-        return f"{_name(layer)} is of class {type(layer).__name__}, not {names}"
+    if not isinstance(layer, LinearLayer) or type(layer) not in KINDS:
+        return f"{_name(layer)} is of class {type(layer).__name__}, which isn't a quantized layer's"
     if hasattr(layer, "_hf_hook"):
         return f"accelerate moves the weight of {_name(layer)}"
     is_replaced = "forward" in vars(layer) and fused_of(layer) is None
@@ -213,6 +211,8 @@ def _why_alone(layer: nn.Module) -> str:
         return f"{_name(layer)} has hooks, or another forward"
     if type(layer._parameters.get("weight")) is not nn.Parameter:
         return f"the weight of {_name(layer)} is computed, or split among processes"
+    if layer.shard is not None and layer.shard.style == "row" and isinstance(layer, _OF_WHOLE_ROWS):
+        return f"{_name(layer)} is split among processes, and reads other columns than its own"
     if layer.shard is not None and not layer.shard.is_open:
         does = "gathers its outputs" if layer.shard.style == "column" else "takes its part of a whole input"
         return f"{_name(layer)} is split among processes, and {does}"
@@ -230,7 +230,8 @@ def _mode_of(layers: Sequence[LinearLayer]) -> Iterator[None]:
         yield
 
 
-_MERGED: tuple[type[LinearLayer], ...] = (QuantLinear, WeightOnlyLinear, Int4Int8Linear, BlockScaledLinear)
+_OF_WHOLE_ROWS = RotatedLinear, OutlierLinear
+"""The classes whose row-parallel shards read columns that other processes have."""
 
 
 def _differing(layers: Sequence[LinearLayer]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -12,14 +13,19 @@ from torch import Tensor
 from qgemm.kernels.activations import Gates
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.scaled_weight import ScaledWeight
+from qgemm.nn.asymmetric import AsymmetricLinear
 from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.linear import QuantLinear, quantize_together
 from qgemm.nn.linear_layer import LinearLayer
+from qgemm.nn.outliers import OutlierLinear, add_outliers
+from qgemm.nn.prescaled import PrescaledLinear, prescaled
+from qgemm.nn.rotated import RotatedLinear
 from qgemm.nn.row_steps import found_steps
 from qgemm.nn.shard import Shard
 from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.ops import block_scaled_linear, quant_linear
 from qgemm.ops.linear import multiply, weight_only_activated, weight_only_linear
+from qgemm.ops.rows import hadamard as rotate
 
 Input: TypeAlias = Tensor | QuantizedRows
 """What a branch of a layer reads: floats, or rows that are quantized already."""
@@ -100,13 +106,58 @@ class BlockScaledOperands(_ReadsFloats):
         return block_scaled_linear(x, self.weight, self.weight_scale, self.bias, residual)
 
 
+@dataclass(frozen=True, eq=False)
+class TransformedOperands(_ReadsFloats):
+    """The operands of a layer that rotates or multiplies its input: ``own`` ones for what ``transform`` makes of it."""
+
+    own: QuantizedOperands | FloatOperands
+    transform: Callable[[Tensor], Tensor]
+
+    def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """As in ``QuantizedOperands``, for ``x`` in ``dtype``."""
+        assert isinstance(x, Tensor)
+        return self.own.product(self.transform(x), dtype, residual)
+
+
+@dataclass(frozen=True, eq=False)
+class AsymmetricOperands(_ReadsFloats):
+    """The operands of an ``AsymmetricLinear``, in its order."""
+
+    tensors: tuple[Tensor | None, ...]
+
+    def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """As in ``QuantizedOperands``, for ``x`` in ``dtype``."""
+        out: Tensor = torch.ops.qgemm.quant_linear_asymmetric(x, *self.tensors)
+        return out if residual is None else residual + out
+
+
+@dataclass(frozen=True, eq=False)
+class OutlierOperands(_ReadsFloats):
+    """The operands of an ``OutlierLinear``: ``own`` ones for all other columns, and those that stay in float."""
+
+    own: QuantizedOperands
+    columns: Tensor
+    weight: Tensor
+
+    def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """As in ``QuantizedOperands``, for ``x`` in ``dtype``."""
+        assert isinstance(x, Tensor)
+        out = add_outliers(self.own.product(x.index_fill(-1, self.columns, 0), dtype), x, self.columns, self.weight)
+        return out if residual is None else residual + out
+
+
+OwnOperands: TypeAlias = (
+    QuantizedOperands | FloatOperands | BlockScaledOperands | TransformedOperands | AsymmetricOperands | OutlierOperands
+)
+
+
 class SummedOperands(NamedTuple):
     """The operands of a row-parallel shard: the products of all processes are summed, here or by the caller.
 
     ``sums``: whether they are summed here.
     """
 
-    own: QuantizedOperands | FloatOperands | BlockScaledOperands
+    own: OwnOperands
     shard: Shard
     sums: bool = True
 
@@ -139,7 +190,7 @@ class SummedOperands(NamedTuple):
         return self.shard.sum(self.own.product(x, dtype, None if self.shard.rank else residual))
 
 
-Operands: TypeAlias = QuantizedOperands | FloatOperands | BlockScaledOperands | SummedOperands
+Operands: TypeAlias = OwnOperands | SummedOperands
 
 
 def read_rows(operands: tuple[Operands, ...]) -> bool:
@@ -154,14 +205,22 @@ def operands_of(layer: LinearLayer, tensors: Mapping[str, Tensor | None]) -> Ope
     return SummedOperands(own, layer.shard) if is_summed else own  # type: ignore[arg-type]
 
 
-def _own_operands(
-    layer: LinearLayer, tensors: Mapping[str, Tensor | None]
-) -> QuantizedOperands | FloatOperands | BlockScaledOperands:
+def _own_operands(layer: LinearLayer, tensors: Mapping[str, Tensor | None]) -> OwnOperands:
+    if isinstance(layer, AsymmetricLinear):
+        return AsymmetricOperands(tuple(tensors[name] for name in layer.operands))
     if isinstance(layer, QuantLinear):
-        return QuantizedOperands(*(tensors[name] for name in layer.operands))  # type: ignore[arg-type]
+        own = QuantizedOperands(*(tensors[name] for name in layer.operands))  # type: ignore[arg-type]
+        if isinstance(layer, RotatedLinear):
+            return TransformedOperands(own, rotate)
+        if isinstance(layer, OutlierLinear):
+            return OutlierOperands(own, tensors["outlier_columns"], tensors["outlier_weight"])  # type: ignore[arg-type]
+        return own
     if isinstance(layer, BlockScaledLinear):
         return BlockScaledOperands(*(tensors[name] for name in layer.operands))  # type: ignore[arg-type]
     assert isinstance(layer, WeightOnlyLinear)
     scale = tensors["weight_scale"]
     step = None if layer.steps is None or scale is None else found_steps(scale)
-    return FloatOperands(ScaledWeight._make((*map(tensors.get, layer.operands), *layer.numbers, step)))
+    own_floats = FloatOperands(ScaledWeight._make((*map(tensors.get, layer.operands), *layer.numbers, step)))
+    if isinstance(layer, PrescaledLinear):
+        return TransformedOperands(own_floats, partial(prescaled, tensors["input_prescale"]))  # type: ignore[arg-type]
+    return own_floats

@@ -259,7 +259,7 @@ def _shard(style: Style, columns: int = 64, is_open: bool = False) -> QuantLinea
     [
         (lambda: _shard("column"), "a layer is split among processes, and gathers its outputs"),
         (lambda: _shard("row", 128), "a layer is split among processes, and takes its part of a whole input"),
-        (lambda: nn.Linear(64, 32), "of class Linear, not QuantLinear"),
+        (lambda: nn.Linear(64, 32), "of class Linear, which isn't a quantized layer's"),
         (lambda: QuantLinear.from_linear(nn.Linear(32, 32)), "has 64 inputs, a layer 32"),
         (lambda: _static(0.1), "is int8, a layer int8-static"),
         (_hooked, "has hooks"),
