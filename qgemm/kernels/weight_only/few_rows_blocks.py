@@ -215,4 +215,6 @@ def multiply(blocks, products, row, loaded):
             acc = (add_groups(acc[0], blocks, step, loaded[0], products.dtype, FORM, blocks.tile),)
         else:
             acc = products.add(acc, blocks, step, factors)
+    # Copies beyond K write zeros; what follows may use the slots' memory.
+    async_copy.wait_group(0)
     return acc
