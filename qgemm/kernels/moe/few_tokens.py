@@ -20,26 +20,24 @@ from qgemm.kernels.stored_form import BLOCK_BYTES, MXFP4_GROUP, VECTOR, StoredFo
 from qgemm.kernels.weight_only.few_rows_config import FewRows
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
-MAX_PAIRS = 4096
+MAX_PAIRS = 4096  # that each program of the lists reads
 ALONE = FewRows(2, 16, 8, 3, 2, 1, biased=False)
 """The tile of a single token, as one row's of a layer."""
 ALONE_BY_VALUES = FewRows(4, 16, 8, 3, 4, 1)
 """The same where scales of small groups multiply values."""
+# Of several tokens, 8, 16 or 32 at a time. An expert's rows are short, so warps don't share K.
 EIGHT = FewRows(1, 64, 8, 3, 4, 8, biased=False)
-EIGHT_SHORT = FewRows(1, 128, 8, 2, 4, 8, biased=False)
-"""The same for rows of up to ``MAX_SHORT_BLOCKS`` blocks."""
-MAX_SHORT_BLOCKS = 6
+EIGHT_OF_SHORT = FewRows(1, 128, 8, 2, 4, 8, biased=False)
+MAX_SHORT_BLOCKS = 6  # of rows that are short
 SIXTEEN = FewRows(1, 64, 16, 3, 4, 16, biased=False)
-WIDE = FewRows(1, 128, 16, 2, 4, 16, biased=False)
-"""The same for forms that leave a warp registers for 32 rows of the weight."""
+SIXTEEN_WIDE = FewRows(1, 128, 16, 2, 4, 16, biased=False)  # needs registers for 32 rows of the weight in each warp
 THIRTY_TWO = FewRows(1, 64, 32, 2, 4, 32, biased=False)
-Tiles = dict[float, FewRows]
-"""Tiles by the maximum number of an expert's rows, on average. K is short, so warps don't share it."""
-OF_4_BITS: Tiles = {7: EIGHT, 33: WIDE}
-OF_SMALL_GROUPS: Tiles = {7: EIGHT, 33: SIXTEEN}
-OF_VALUES: Tiles = {7: EIGHT, 12: SIXTEEN, 33: THIRTY_TWO}
-"""The same where scales of small groups multiply values."""
-OF_8_BITS: Tiles = {5: EIGHT}
+# By the maximum number of an expert's rows, on average.
+OF_4_BITS = {7: EIGHT, 33: SIXTEEN_WIDE}
+OF_SMALL_GROUPS = {7: EIGHT, 33: SIXTEEN}
+OF_VALUES = {7: EIGHT, 12: SIXTEEN, 33: THIRTY_TWO}
+"""Where scales of small groups multiply 4-bit values."""
+OF_8_BITS = {5: EIGHT}
 
 
 def hopper_forms(weights: WeightOnlyExperts, dtype: torch.dtype) -> list[StoredForm] | None:
@@ -70,10 +68,10 @@ def select_few_tokens(T: int, top_k: int, E: int, K: int, form: StoredForm) -> F
         return None
     rows = rows_of_group(P, E)
     tile = next((tile for most, tile in _tiles(form, by_values).items() if rows <= most), None)
-    return EIGHT_SHORT if tile is EIGHT and cdiv(K, form.block) <= MAX_SHORT_BLOCKS else tile
+    return EIGHT_OF_SHORT if tile is EIGHT and cdiv(K, form.block) <= MAX_SHORT_BLOCKS else tile
 
 
-def _tiles(form: StoredForm, by_values: bool) -> Tiles:
+def _tiles(form: StoredForm, by_values: bool) -> dict[int, FewRows]:
     if form.bits == 8:
         return OF_8_BITS
     if by_values:
