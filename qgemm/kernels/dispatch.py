@@ -133,13 +133,7 @@ def add_norm(
     return total, total if normed is None else normed
 
 
-def post_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-) -> Tensor:
+def post_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
     """``norm(residual + x, weight, bias)`` in one kernel: the norm of a post-norm layer, such as BERT's.
 
     Arguments as in ``add_norm_quantize``; the sum is rounded before its norm.

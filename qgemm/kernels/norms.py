@@ -106,8 +106,7 @@ class NormCall(NamedTuple):
     @property
     def adds(self) -> bool:
         """Whether there is a total that isn't ``x`` itself."""
-        parts = self.residual, self.branch_weight, self.gate, self.total_factor
-        return self.factor != 1.0 or any(each is not None for each in parts)
+        return adds_to(self.residual, self.branch_weight, self.gate, self.factor, self.total_factor)
 
     def total(self) -> Tensor:
         """The total, in plain PyTorch: the specification."""
@@ -116,6 +115,19 @@ class NormCall(NamedTuple):
         out = out if self.factor == 1.0 else out * self.factor
         out = (out if self.residual is None else self.residual + out).to(self.x.dtype)
         return out if self.total_factor is None else out * self.total_factor
+
+
+def adds_to(
+    residual: Tensor | None,
+    branch_weight: Tensor | None,
+    gate: Tensor | None,
+    factor: float = 1.0,
+    total_factor: Tensor | None = None,
+) -> bool:
+    """``NormCall.adds`` of a call with these, for callers that have no time to make one."""
+    if residual is not None or branch_weight is not None or gate is not None:
+        return True
+    return factor != 1.0 or total_factor is not None
 
 
 NormOutputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import checks, dispatch
-from qgemm.kernels.norms import Norm, NormCall, of_samples
+from qgemm.kernels.norms import Norm, NormCall, adds_to, of_samples
 from qgemm.numerics.formats import INT8, OPERANDS
 from qgemm.ops.declare import NO_GRADIENT, operator
 from qgemm.ops.direct import recall_launch, remember_launch, seen_by_others
@@ -75,7 +75,7 @@ def add_norm(
     """``dispatch.add_norm``, called through ``torch.ops.qgemm.add_norm`` if the dispatcher needs to see the call."""
     what = "add_norm", norm, None, factor
     tensors = x, residual, branch_weight, weight, bias, None, gate, total_factor
-    adds = NormCall(x, residual, branch_weight, gate, weight, bias, norm, factor=factor, total_factor=total_factor).adds
+    adds = adds_to(residual, branch_weight, gate, factor, total_factor)
     made = recall_launch(what, tensors)
     if made is not None:
         total = made[0] if adds else x
@@ -192,9 +192,7 @@ def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
         ctx.mark_non_differentiable(*rows)
         weight = None
     ctx.norm = Norm(kind, eps)
-    ctx.adds = NormCall(
-        x, residual, branch_weight, gate, None, None, ctx.norm, factor=ctx.factor, total_factor=total_factor
-    ).adds
+    ctx.adds = adds_to(residual, branch_weight, gate, ctx.factor, total_factor)
     own = residual if total_factor is not None else None
     ctx.save_for_backward(x, own, branch_weight, weight, total if ctx.adds else x, gate, total_factor)
 
